@@ -26,8 +26,8 @@ from laplace_debias.operators.eigh import eigh
 class GaussianPrior:
     r"""The prior $N(\mu, P_0^{-1})$ with one precision per parameter.
 
-    Add `penalty` to the training loss of the network, and then pass the prior to `Laplace(model,
-    prior=...)`. To use an earlier posterior as the prior, see `posterior_as_prior`.
+    Add `penalty` to the training loss of the network, and then pass the prior to
+    `Laplace(model, prior=...)`. To use an earlier posterior as the prior, see `posterior_as_prior`.
 
     Args:
         mean: The mean μ, `[D]`, in the order of `param_names`.

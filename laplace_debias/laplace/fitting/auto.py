@@ -85,11 +85,11 @@ class Auto(Scheme):
         seconds: Time budget; the fit stops if one more round would exceed it.
         examples: Stop after this many examples have been drawn for the backward pass, rounded up to
             full batches.
-        forward_ratio: The number of examples read per example drawn for the backward pass. after:
-        The `fit_report` of an earlier fit that missed its tolerance or was interrupted. The new fit
-        continues after the last round of the earlier fit, whose examples and seconds count towards
-        the budgets. The data must be the same. Batches that were already read are skipped, unless
-        the data is an iterator.
+        forward_ratio: The number of examples read per example drawn for the backward pass.
+        after: The `fit_report` of an earlier fit that missed its tolerance or was interrupted. The
+            new fit continues after the last round of the earlier fit, whose examples and seconds
+            count towards the budgets. The data must be the same. Batches that were already read are
+            skipped, unless the data is an iterator.
 
     Raises:
         TypeError: If a number has the wrong type.

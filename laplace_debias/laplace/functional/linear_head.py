@@ -128,8 +128,8 @@ class LinearHead:
 
     Attributes:
         block: The block.
-        magnitudes: Λ, with a row per output direction and a column per input direction, `[rows,
-            columns]`.
+        magnitudes: Λ, with a row per output direction and a column per input direction,
+            `[rows, columns]`.
         curvature_weight: N / T.
         U_G: The output directions, `[C, rows]`; None for the coordinate axes.
         input_directions: The input directions.

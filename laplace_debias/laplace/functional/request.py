@@ -101,8 +101,8 @@ class CovarianceRequest:
         """Choose how many examples, and how many outputs of each, are differentiated together.
 
         Args:
-            num_columns: Number of outputs per example to differentiate. gradient_bytes: Bytes of
-            the layers' output gradients, per output of an example.
+            num_columns: Number of outputs per example to differentiate.
+            gradient_bytes: Bytes of the layers' output gradients, per output of an example.
             num_blocks: The number of parameter blocks.
             bytes_per_column: Bytes that differentiation needs per output of an example; None if
                 nothing is differentiated.

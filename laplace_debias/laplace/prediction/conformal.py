@@ -1,4 +1,4 @@
-"""Split-conformal prediction: class sets and intervals with a guaranteed coverage."""
+"""Split-conformal prediction: class sets and intervals with guaranteed coverage."""
 
 import math
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from laplace_debias.system.checks import check_is, real, whole
 from laplace_debias.system.ranks import collective, process_group
 
 GroupFunction = Callable[[Any], Tensor]
-"""A function from inputs to the group of each example, integers `[B]`."""
+"""A function from inputs to the group of each example, as integers `[B]`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +55,12 @@ class ClassSets:
     def covers(self, labels: Shaped[Tensor, "..."]) -> Bool[Tensor, "*batch"]:
         """Return whether each label is in its set.
 
-        Labels may have a last dimension of size 1. Labels of two classes may be floating-point
-        numbers, like the targets of a binary problem.
+        Labels may have a trailing dimension of size 1. With two classes, labels may be
+        floating-point numbers, like the targets of a binary problem.
 
         Raises:
-            ValueError: If labels and sets differ in shape, or a label is not a class, such as an
-                ignored target.
+            ValueError: If labels and sets differ in shape, or a label is not the index of a class,
+                for example because the target is ignored.
         """
         *sizes, num_classes = self.contains.shape
         if labels.shape not in ((*sizes,), (*sizes, 1)):
@@ -98,8 +98,7 @@ class Intervals:
     def covers(self, targets: Float[Tensor, "..."]) -> Bool[Tensor, "*batch outputs"]:
         """Return whether each target is in its interval, including the ends.
 
-        Targets of a single output may lack the dimension of the outputs, but the result always has
-        this dimension.
+        For a single output, targets may lack the last dimension, but the result always has it.
 
         Raises:
             ValueError: If targets and intervals differ in shape.
@@ -121,14 +120,15 @@ def mass_above(
 
     $$s_k = \sum_{i:\ p_i > p_k} p_i + \lambda \max(0, r_k - r_0)$$
 
-    The sum is the total probability of all more probable classes, and $r_k$ is one more than their
-    number. The set $\{k : s_k \le q\}$ contains the most probable classes until their
-    total probability exceeds q. The set is never empty for $q \ge 0$.
+    The sum is the total probability of all classes that are more probable than class k, and $r_k$
+    is their number plus one. The set $\{k : s_k \le q\}$ therefore contains the most probable
+    classes up to the one at which their total probability exceeds q. It is never empty for
+    $q \ge 0$.
 
     Args:
         probs: Class probabilities.
-        penalty: λ, for each rank beyond $r_0$. 0 gives adaptive sets (APS); a positive number gives
-            regularised sets (RAPS), which are smaller for uncertain examples.
+        penalty: The penalty λ for each rank beyond $r_0$. With 0, the sets are adaptive (APS); with
+            a positive number, they are regularised (RAPS) and smaller for uncertain examples.
         free_rank: $r_0$, the number of classes without a penalty.
 
     Reference:
@@ -139,8 +139,7 @@ def mass_above(
     ordered, order = probs.double().sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(1, probs.shape[-1] + 1, dtype=torch.float64, device=probs.device)
     probability_above = ordered.cumsum(-1) - ordered
-    # Equally probable classes do not count as more probable than each other: they share the rank
-    # and the score of the first of them.
+    # Equally probable classes share the rank and the score of the first of them.
     is_tied = F.pad(ordered.diff(dim=-1) == 0, (1, 0))
     ranks = ranks.expand_as(ordered).masked_fill(is_tied, 0).cummax(-1).values
     probability_above = probability_above.masked_fill(is_tied, 0).cummax(-1).values
@@ -158,7 +157,7 @@ def conformal_quantile(
         ValueError: If there are too few scores for the level.
     """
     num_scores = len(scores)
-    # The product is rounded, because a product such as 10 · 0.9 may be slightly above a whole
+    # The product is rounded, because floating-point errors may put it slightly above a whole
     # number.
     rank = max(1, math.ceil(round((num_scores + 1) * level, 9)))
     if rank > num_scores:
@@ -174,9 +173,9 @@ def conformal_quantile(
 class Conformal:
     r"""Prediction sets or intervals with a guaranteed probability of coverage.
 
-    The guarantee needs no assumption on the model: calibration and new examples only have to be
-    exchangeable. The guarantee is on average over examples (with `groups`, within each group) and
-    over the draw of the calibration data. The posterior determines how the size of the sets varies
+    The guarantee requires no assumptions about the model, only that calibration and new examples
+    are exchangeable. It holds on average over examples (with `groups`, within each group) and over
+    the draw of the calibration data. The posterior determines how the size of the sets varies
     between inputs.
 
     - Classes: adaptive sets of the most probable classes (`mass_above`).
@@ -184,21 +183,21 @@ class Conformal:
       separate q for each output.
 
     Args:
-        predictor: A fitted `Laplace` or `Mixture` of a classification, a binary problem or a
-            regression whose predictive is normal.
+        predictor: A fitted `Laplace` or `Mixture` for classification, a binary problem, or a
+            regression with a normal predictive distribution.
         method: How to predict; see `Laplace.predict`.
         samples: Number of draws; see `Laplace.predict`.
         link: The function from logits to probabilities; see `Laplace.predict`.
-        penalty: λ of regularised adaptive sets, for each class beyond `free_rank`. 0 means no
-            penalty.
-        free_rank: The number of classes of a set that have no penalty.
-        groups: A function from inputs to the group of each example, `[B]` integers. The level is
-            then reached within each group.
+        penalty: The penalty λ of regularised adaptive sets for each class beyond `free_rank`; 0 for
+            no penalty.
+        free_rank: The number of classes in a set that incur no penalty.
+        groups: A function from inputs to the group of each example, as integers `[B]`. The coverage
+            then holds within each group.
 
     Attributes:
-        quantiles: For each group (0 without groups), the largest score that an entry of a set may
-            have. `calibrate` sets this attribute.
-        level: The level of the calibration; None before `calibrate`.
+        quantiles: For each group (0 without groups), the largest score that a set may contain; set
+            by `calibrate`.
+        level: The level passed to `calibrate`; None before calibration.
 
     Raises:
         TypeError: If `predictor` is not a `Laplace` or `Mixture`, or `groups` is not a function.
@@ -247,18 +246,18 @@ class Conformal:
     def calibrate(
         self, loader: Batches, level: float = 0.9, *, generator: torch.Generator | None = None
     ) -> "Conformal":
-        """Compute the quantile of the scores of held-out examples, and return `self`.
+        """Calibrate the size of the sets on held-out examples, and return `self`.
 
         Args:
             loader: Labelled batches `(x, y)` that were used neither to train the network nor to
                 tune the posterior.
-            level: The probability that a set covers its target.
+            level: The guaranteed probability with which a set covers its target.
             generator: Seeds the draws, if the method draws samples.
 
         Raises:
             ValueError: If the level is not between 0 and 1, there are too few examples for this
-                level, or a group does not match the inputs. Also raises the errors of
-                `Laplace.predict`.
+                level, or `groups` does not return one integer per example. Also raises the errors
+                of `Laplace.predict`.
             NotImplementedError: If the predictive is neither a normal distribution nor a
                 distribution over exclusive classes.
         """
@@ -345,7 +344,7 @@ class Conformal:
                 sizes = (class_scores <= quantiles.unsqueeze(-1)).sum(-1)
             batches.append([covered.double(), sizes.double(), groups, scores.targets])
         covered, sizes, groups, labels = concatenate_batches(batches, "evaluate")
-        # A process without examples has made no predictions that would show the kind of predictive.
+        # A process without examples made no predictions, so it cannot know the kind of predictive.
         is_normal = any(process_group().exchange(is_normal))
         statistics: dict[str, Statistic] = {"coverage": share_statistic(covered)}
         statistics["width" if is_normal else "set_size"] = Mean(
@@ -357,9 +356,9 @@ class Conformal:
         return report_of(statistics, labels, level)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the level, the quantiles, and the settings with which they were computed.
+        """Return the level, the quantiles, and the settings for which they were computed.
 
-        The posterior is saved in its own file.
+        The posterior is not included; save it to a file of its own.
         """
         return {
             "level": self.level,
@@ -371,8 +370,8 @@ class Conformal:
         """Restore the state that `state_dict` returned, and return `self`.
 
         Raises:
-            ValueError: If an entry is missing, or if the quantiles were computed with other
-                settings, for which the coverage would differ.
+            ValueError: If an entry is missing, or if the quantiles were computed for other
+                settings, with which the coverage would differ.
         """
         if set(state) != {"level", "quantiles", "settings"}:
             raise ValueError(
@@ -415,7 +414,7 @@ class Conformal:
         return state.spec.stream(loader, state.device, generator, None)
 
     def _predict(self, x: Inputs | Record, generator: torch.Generator | None) -> Distribution:
-        """Predict; the predictive must be over classes or normal."""
+        """Predict, and require that the predictive is normal or over exclusive classes."""
         predictive = self._predictor.predict(x, generator=generator, **self._options)
         is_exclusive = isinstance(
             predictive, torch.distributions.Categorical | torch.distributions.Bernoulli
@@ -445,7 +444,7 @@ class Conformal:
     def _scores_of_classes(
         self, values: Float[Tensor, "n *classes"]
     ) -> Float[Tensor, "n all_classes"]:
-        """The scores of all classes; with two, `values` are the second class's probabilities."""
+        """Return the scores of all classes from probabilities, `[n, C]` or `[n]` (binary)."""
         probs = torch.stack([1 - values, values], -1) if values.ndim == 1 else values
         return mass_above(probs, self._penalty, self._free_rank)
 
@@ -464,7 +463,7 @@ class Conformal:
         return groups.long().cpu()
 
     def _groups_of_targets(self, x: Inputs, checked: CheckedTargets) -> Int[Tensor, " n"]:
-        """The groups of the targets that are not ignored."""
+        """Return the groups of the targets that are not ignored."""
         return self._groups_of(x, len(checked.counted))[checked.counted.cpu()]
 
     def _quantiles_for(self, groups: Int[Tensor, " n"]) -> Float[Tensor, "n *outputs"]:

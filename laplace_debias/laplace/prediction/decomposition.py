@@ -1,8 +1,8 @@
 """Total, aleatoric and epistemic uncertainty of one or several posteriors.
 
 All parts are computed from the same draws (or, in closed form, from the same moments), so that they
-add up. For a regression, this is the law of total variance; for classes and labels, it is
-`H[E p] = E H[p] + I`.
+add up: by the law of total variance for a regression, and by `H[E p] = E H[p] + I` for classes and
+labels.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from laplace_debias.metrics.uncertainties import (
 def uncertainty(
     fits: Sequence[FitWithLink], x: Inputs | Record, method: PredictionMethod
 ) -> Uncertainty:
-    """Decompose the uncertainty of an equal mixture of one or more fits."""
+    """Decompose the uncertainty of a mixture of one or more fits with equal weights."""
     likelihood = fits[0].likelihood
     if method.is_closed_form and likelihood.has_marginals:
         return _closed_variances(fits, x, method)
@@ -49,7 +49,7 @@ def uncertainty(
 def _closed_variances(
     fits: Sequence[FitWithLink], x: Inputs | Record, method: PredictionMethod
 ) -> Uncertainty:
-    """Decompose the variance of a regression by the law of total variance over the fits."""
+    """Decompose the variance of a regression in closed form, by the law of total variance."""
     means = []
     totals = []
     epistemics = []
@@ -73,7 +73,7 @@ def _uncertainty_of_gaussian_logits(
     """Decompose the entropy over draws of Gaussian logits, and compute scores from their moments.
 
     If the predictive has a closed form, the scores `entropy` and `max_probability` are computed
-    from this form.
+    from it.
     """
     members = []
     draws = []
@@ -91,8 +91,8 @@ def _uncertainty_of_gaussian_logits(
     likelihood = fits[0].likelihood
     scores |= scores_of_logits(likelihood, members)
     if likelihood.activation == "softmax":
-        # Logits of different networks have no common origin, so the score is computed for each
-        # member.
+        # Logits of different networks have no common origin, so the scores are averaged over the
+        # members.
         means = torch.stack([member.mean for member in members])
         scores["energy"] = metrics.energy(means).mean(0)
         scores["max_logit"] = metrics.max_logit(means).mean(0)
@@ -102,12 +102,12 @@ def _uncertainty_of_gaussian_logits(
 def uncertainty_of_draws(
     likelihoods: Sequence[Likelihood], draws: Sequence[Float[Tensor, "samples *batch outputs"]]
 ) -> Uncertainty:
-    """Decompose the entropy, or the variance, over samples of the outputs.
+    """Decompose the entropy or the variance, estimated from samples of the outputs.
 
     Args:
         likelihoods: The likelihood of each member.
-        draws: Samples of each member's outputs; logits are divided by the member's temperature. The
-            number of samples is the same for all members.
+        draws: Samples of each member's outputs, of the same number for all members; logits must
+            already be divided by the member's temperature.
     """
     check_same_shape([tuple(outputs.shape[1:]) for outputs in draws])
     predictives = [
@@ -123,7 +123,7 @@ def uncertainty_of_draws(
         return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
     probs = torch.cat([_without_event(predictive).probs for predictive in predictives])
     shape = first.batch_shape[1:]
-    # There is one row per term, which is an example, a position or a label.
+    # Each row is a term: an example, a position or a label.
     rows = probs.flatten(1, len(shape))
     term_uncertainty = metrics.uncertainty(rows)
     total = term_uncertainty.total.view(shape)
@@ -156,14 +156,14 @@ def scores_of_logits(
 ) -> dict[str, Float[Tensor, "*n"]]:
     """Compute the scores `variance` and `instability` of an equal mixture of Gaussian logits.
 
-    For independent labels, the variance is the mean over the labels, and the instability is the
-    largest over the labels.
+    For independent labels, the variance is averaged over the labels, and the instability is the
+    maximum over the labels.
     """
     means = stack_members([member.mean for member in members])
     if likelihood.activation == "softmax":
         first, second = leading_classes(means)
         within = torch.stack([member.mean_variance() for member in members]).mean(0)
-        # A part that all logits share changes no probability, so its variance is left out.
+        # A part common to all logits changes no probability, so its variance is left out.
         between = (means - means.mean(0)).double().var(-1, unbiased=False).mean(0)
         margin_variances = [member.difference_variances(first, second) for member in members]
         return {

@@ -1,4 +1,4 @@
-"""A report on predictions: the metrics of a predictive over loaders."""
+"""Evaluation of predictions: metrics over loaders, collected in a report."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +37,7 @@ def check_held_out(*data: Batches) -> None:
 
 
 def repeated_examples(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield batches in which an example of weight w occurs w times."""
+    """Yield batches without weights, in which each example of weight w is repeated w times."""
     for batch in batches:
         weights = batch.weights
         if weights is None:
@@ -58,8 +58,8 @@ def concatenate_batches(batches: Sequence[Sequence[Tensor]], verb: str) -> list[
     """Concatenate the columns of several batches, over all processes that share the data.
 
     Args:
-        batches: The columns of each batch, with one row per target that is not ignored.
-        verb: The purpose of the columns in error messages, such as `"evaluate"`.
+        batches: The columns of each batch, with one row for each target that is not ignored.
+        verb: What the data is used for, as a verb in error messages, such as `"evaluate"`.
     """
     columns = [torch.cat(column) for column in zip(*batches, strict=True)]
     columns_of_all = process_group().on_all(columns or None)
@@ -77,8 +77,9 @@ def concatenate_batches(batches: Sequence[Sequence[Tensor]], verb: str) -> list[
 
 
 PredictiveKind = Literal["classes", "labels", "normal", "numbers"]
-"""The kind of targets of a predictive: classes, several labels, or numbers. For numbers, the
-predictive may be normal."""
+"""The kind of targets of a predictive: classes, several labels, numbers with a normal predictive,
+or other numbers.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +88,9 @@ class CheckedTargets:
 
     Attributes:
         labels: The targets, with one row per term.
-        counted: Whether each term counts, that is, is not ignored.
-        targets_with_density: The targets in the shape for `predictive.log_prob`, with zeros for
-            ignored targets.
+        counted: Whether each term counts, which means that it is not ignored.
+        targets_with_density: The targets in the shape that `predictive.log_prob` expects, with
+            zeros in place of ignored targets.
     """
 
     labels: Tensor
@@ -99,7 +100,7 @@ class CheckedTargets:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """A predictive and its targets; each target that is not ignored has a row.
+    """A predictive and its targets, with one row for each target that is not ignored.
 
     Attributes:
         kind: The kind of the predictive.
@@ -107,9 +108,9 @@ class Scores:
         log_probs: The log-probabilities of the targets.
         targets: The targets.
         deviations: Standard deviations of numbers; None for classes and labels, and for a
-            predictive that has no variance.
-        levels: The levels of the intervals that contain the targets; None if the predictive is
-            normal, or has no variance or no distribution function.
+            predictive without a variance.
+        levels: The smallest levels of central intervals that contain the targets; None if the
+            predictive is normal, or has no variance or no distribution function.
     """
 
     kind: PredictiveKind
@@ -125,8 +126,7 @@ class Scores:
         columns = [batch._columns() for batch in batches]
         concatenated = concatenate_batches([list(batch.values()) for batch in columns], "evaluate")
         own = (batches[0].kind, list(columns[0])) if batches else None
-        # A process without examples has no scores, so it gets the kind and the names from another
-        # process.
+        # A process without examples has no scores, so it takes the kind and the names from another.
         kind, names = next(form for form in process_group().exchange(own) if form is not None)
         return cls(kind, **dict(zip(names, concatenated, strict=True)))
 
@@ -150,15 +150,14 @@ def evaluate_predictions(
 
     Args:
         predict: A function from inputs to a predictive.
-        likelihood: The likelihood, which checks targets.
-        batches: Labelled batches. An example of weight w counts w times. The batches may be read
-            twice.
+        likelihood: The likelihood, which checks the targets.
+        batches: Labelled batches, which may be read twice. An example of weight w counts w times.
         ood: Out-of-distribution batches by name.
         class_dim: The dimension of the outputs that holds the classes.
         intervals: Whether to compute confidence intervals.
         level: The nominal coverage of the intervals.
-        score_inputs: A function from inputs to scores, which are larger for OOD data; None for the
-            entropy, or the variance of a regression.
+        score_inputs: A function from inputs to scores that should be larger for OOD data; None for
+            the entropy, or for the variance of a regression.
     """
     # The level is checked first, because the predictions may take a long time.
     check_level(level)
@@ -218,8 +217,8 @@ def _report(
             probs,
             labels,
             for_ood_sets(probabilities_or_means),
-            # Near p = 1, the digits of 1 − p are lost; for a single label, log-probabilities keep
-            # them.
+            # Near p = 1, the digits of 1 − p are lost. For a single label, the log-probabilities
+            # keep them.
             log_probs=scores.log_probs if values.ndim == 1 else None,
             intervals=intervals,
             level=level,
@@ -257,7 +256,7 @@ def _report(
 
 
 def _for_all(data: Iterable[Batch], name: str, predict: Callable[[Inputs], Tensor]) -> Tensor:
-    """Predict a set of batches, which is distributed over all processes."""
+    """Predict for batches that are distributed over all processes, and collect the results."""
     predictions = [predict(batch.inputs) for batch in repeated_examples(data)]
     columns = process_group().on_all([torch.cat(predictions)] if predictions else None)
     if columns is None:
@@ -276,8 +275,8 @@ def check_targets(
 ) -> CheckedTargets:
     """Check that a batch's targets match their predictive.
 
-    The predictive may have `leading` dimensions before the dimensions of the batch. Only the first
-    entry along these dimensions is checked.
+    The predictive may have `leading` dimensions before the batch dimensions, along which only the
+    first entry is checked.
     """
     shape = predictive.batch_shape[leading:]
     values = probabilities_or_means(predictive)[: shape.numel()]
@@ -287,13 +286,12 @@ def check_targets(
     _, labels = flat_terms(outputs_in_shape, targets)
     likelihood.check_predicted(outputs, labels)
     if likelihood.targets == "numbers":
-        # The targets of a single output may lack the dimension of the outputs, so they are
-        # reshaped.
+        # Targets of a single output may lack the last dimension, so they are reshaped.
         labels = labels.reshape(values.shape)
     counted = likelihood.counted(labels)
     if counted is None:
         counted = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
-    # An ignored target must still have a density, so it is replaced by zero.
+    # `log_prob` needs valid targets, so ignored targets are replaced by zero.
     targets_with_density = torch.where(counted.view(-1, *[1] * (labels.ndim - 1)), labels, 0)
     targets_with_density = targets_with_density.reshape(shape + predictive.event_shape)
     if not isinstance(predictive, torch.distributions.Categorical):
@@ -336,13 +334,13 @@ def kind_of(predictive: Distribution) -> PredictiveKind:
 
 
 def probabilities_or_means(predictive: Distribution) -> Float[Tensor, "n *outputs"]:
-    """Return probabilities or means; each term has a row."""
+    """Return probabilities or means, with one row per term."""
     values = predictive.probs if hasattr(predictive, "probs") else predictive.mean
     return values.flatten(0, len(predictive.batch_shape) - 1)
 
 
 def _standard_deviations(predictive: Distribution) -> Float[Tensor, "n *outputs"]:
-    """Return standard deviations; each term has a row."""
+    """Return standard deviations, with one row per term."""
     return predictive.variance.flatten(0, len(predictive.batch_shape) - 1).sqrt()
 
 
@@ -354,7 +352,7 @@ def _mean_variance(predictive: Distribution) -> Float[Tensor, " n"]:
 def classified(
     values: Float[Tensor, "n *classes"], labels: Tensor
 ) -> tuple[Float[Tensor, "m *kept"], Integer[Tensor, " m"]]:
-    """Return class probabilities and labels; each label has a row."""
+    """Return probabilities and labels, with one row per label."""
     if labels.numel() == values.numel():
         return values.flatten(), labels.flatten().long()
     return values, labels.long()

@@ -1,4 +1,4 @@
-"""Central intervals of any distribution of numbers that has quantiles."""
+"""Central intervals of distributions of numbers."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from torch.distributions import Distribution, Independent
 
 
 def single_targets(predictive: Distribution) -> Any:
-    """Return the distributions of single targets.
+    """Return the distributions of the single targets.
 
-    The result differs from `predictive` if several targets form one event.
+    If several targets form one event, the result differs from `predictive`.
     """
     return predictive.base_dist if isinstance(predictive, Independent) else predictive
 
@@ -19,7 +19,7 @@ def single_targets(predictive: Distribution) -> Any:
 def interval_ends(
     predictive: Any, level: float
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"]] | None:
-    """Compute both ends of the central interval, or return None if there are no quantiles."""
+    """Compute both ends of the central interval; None if the distribution has no quantiles."""
     mean = predictive.mean
     try:
         lower = predictive.icdf(mean.new_tensor((1 - level) / 2))

@@ -49,7 +49,7 @@ DEFAULT_SAMPLES = 100
 
 
 class PredictionMethod:
-    """A prediction method: the arguments of `Laplace.predict` that select it.
+    """A prediction method, defined by the arguments of `Laplace.predict` that select it.
 
     Attributes:
         name: One of `METHODS`.
@@ -94,10 +94,10 @@ class PredictionMethod:
 
 @dataclass(frozen=True, eq=False)
 class FitWithLink:
-    """A fit, and the link that converts its logits to probabilities.
+    """A fit, with the link that converts its logits to probabilities.
 
-    One of the link's temperatures divides the logits of each method: of the trained network, of
-    draws and, within the link, of the closed form. Likelihoods without a link have no temperature.
+    The link has separate temperatures for the trained network, for draws, and for the closed form,
+    by which the logits are divided. Likelihoods without a link have no temperature.
     """
 
     fitted: FittedPosterior
@@ -130,8 +130,8 @@ class FitWithLink:
     def gaussian_outputs(self, x: Inputs | Record, method: PredictionMethod) -> GaussianOutputs:
         """Compute the distribution of the linearised network's outputs."""
         if method.positions is None:
-            # Up to 100 classes, a matrix per example is cheap, so factors are used only for more
-            # classes.
+            # A matrix per example is cheap for up to 100 classes, so factors are used only beyond
+            # that.
             factored = last_layer.factored_outputs(
                 self.fitted, x, min_outputs=links.MOST_CLASSES + 1
             )
@@ -143,7 +143,7 @@ class FitWithLink:
     def outputs(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "batch *outputs"]:
-        """Compute the outputs of the trained network, and divide logits by its temperature."""
+        """Compute the outputs of the trained network, with logits divided by its temperature."""
         with self._context(x, method.positions) as context:
             outputs = context.by_position(map_outputs(context.network, context.x), None)
         if self.link is None:
@@ -153,7 +153,7 @@ class FitWithLink:
     def draws(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw samples of the outputs, and divide logits by the temperature of draws."""
+        """Draw samples of the outputs, with logits divided by the temperature of draws."""
         if method.name == "glm":
             return self.draws_of_outputs(self.gaussian_outputs(x, method), method)
         with self._context(x, method.positions) as context:
@@ -167,7 +167,7 @@ class FitWithLink:
     def draws_of_outputs(
         self, outputs: GaussianOutputs, method: PredictionMethod
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw samples of Gaussian outputs, and divide logits by the temperature of draws."""
+        """Draw samples of Gaussian outputs, with logits divided by the temperature of draws."""
         draws = outputs.draws(method.num_samples, method.generator)
         return _divide_by_temperature(draws, self.draw_temperature)
 
@@ -181,7 +181,7 @@ class FitWithLink:
     def _context(
         self, x: Inputs | Record, positions: Positions | None
     ) -> AbstractContextManager[PredictionContext]:
-        """Prepare a forward pass in which a head may be applied only at the positions."""
+        """Prepare a forward pass in which a head is applied only at the requested positions."""
         return prediction_context(self.fitted, x, positions, restricts_head=lambda path: True)
 
     def predictive(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
@@ -208,7 +208,7 @@ class FitWithLink:
     def _difference_variances(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes classes"]] | None:
-        """Compute a last layer's moments for `"pairwise"`, or return None for other links."""
+        """Compute a last layer's moments for `"pairwise"`; None for other links or posteriors."""
         is_softmax = self.likelihood.activation == "softmax"
         is_pairwise = self.link is not None and self.link.name == "pairwise"
         if not (is_softmax and is_pairwise and method.positions is None):
@@ -233,7 +233,7 @@ def _divide_by_temperature(
 
 
 def equal_mixture(predictives: Sequence[Distribution]) -> Distribution:
-    """Mix predictives with equal weights; normal ones give a normal with the mixture's moments.
+    """Mix predictives with equal weights; normal distributions are combined into a normal one.
 
     Raises:
         ValueError: If the outputs have different shapes.
@@ -260,7 +260,7 @@ def mean_logits(
     logits: Float[Tensor, "members *n outputs"], exclusive: bool
 ) -> Float[Tensor, "*n outputs"]:
     """Compute the logits of the members' mean probabilities."""
-    # Compute with logits, because only they keep the digits of probabilities near one.
+    # The computation uses logits, because only they keep the digits of probabilities near one.
     if exclusive:
         return logits.log_softmax(-1).logsumexp(0) - math.log(len(logits))
     return F.logsigmoid(logits).logsumexp(0) - F.logsigmoid(-logits).logsumexp(0)
@@ -269,19 +269,19 @@ def mean_logits(
 def covariance_between(
     means: Float[Tensor, "members *batch outputs"],
 ) -> Float[Tensor, "*batch outputs outputs"]:
-    """Compute the covariance of the members' means."""
+    """Compute the covariance of the means over the members."""
     residuals = means - means.mean(0)
     return torch.einsum("m...i,m...j->...ij", residuals, residuals) / len(means)
 
 
 def stack_members(members: Sequence[Tensor]) -> Float[Tensor, "members ..."]:
-    """Stack tensors of a mixture's members, which must have the same shape."""
+    """Stack the tensors of a mixture's members, which must all have the same shape."""
     check_same_shape([tuple(member.shape) for member in members])
     return torch.stack(list(members))
 
 
 def check_same_shape(shapes: Sequence[tuple[int, ...]]) -> None:
-    """Require the same shape of the outputs of all members of a mixture."""
+    """Require that the outputs of all members of a mixture have the same shape."""
     if len(set(shapes)) > 1:
         raise ValueError(
             f"The members of the mixture have outputs of different shapes, {list(shapes)}. Use "
@@ -311,7 +311,7 @@ def _moments_for_links(
     links_used: Collection[Link],
     positions: Positions | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the mean, and the part of each position's covariances that the links need."""
+    """Compute the mean, and the part of the covariance at each position that the links need."""
     kind = links.required_moments(fitted.likelihood, links_used)
     mean, covariances = linearised.moments(
         fitted,
@@ -329,13 +329,13 @@ def _moments_for_links(
 def predictives_by_links(
     fitted: FittedPosterior, x: Inputs | Record, grid: Tensor, links_used: Sequence[Link]
 ) -> Iterator[tuple[int, Distribution | ValueError]]:
-    """Predict in closed form with every link at every point of a grid in one pass.
+    """Predict in closed form, with every link at every point of a grid, in one pass.
 
     Yields:
-        Pairs of the index of a point and a `"glm"` predictive of batch shape `[links, B]`, as
-        `tempered_predictives` yields them. With links, there is one more point without covariance,
-        with index P. Without links, there is one predictive per point, `[1, B]`. If a predictive
-        overflows or is singular, the pair contains the error instead of the predictive.
+        Pairs of a point's index and a `"glm"` predictive of batch shape `[links, B]`; see
+        `tempered_predictives`. After the P points of the grid, index P means the network without
+        covariance. Without links, there are only the P points, each with one predictive `[1, B]`.
+        If a predictive overflows or is singular, the pair contains the error instead.
     """
     likelihood = fitted.likelihood
     mean, covariances = _moments_for_links(fitted, x, grid, links_used)
@@ -369,15 +369,15 @@ def tempered_predictives(
         links_used: The links, ordered by formula.
 
     Yields:
-        A predictive of batch shape `[links, B]` for several temperatures of one formula, in the
-        order of the links; or the error that its computation raised.
+        For several temperatures of one formula at a time, in the order of the links: a predictive
+        of batch shape `[links, B]`, or the error that its computation raised.
     """
     temperatures = dict[str, list[float]]()
     for link in links_used:
         temperatures.setdefault(link.name, []).append(link.temperature)
     for name, values in temperatures.items():
-        # All formulas except `pairwise` divide copies of the moments by several temperatures at
-        # once.
+        # All formulas except `pairwise` copy the moments for each temperature, so only a chunk of
+        # temperatures is processed at a time.
         step = len(values)
         if name != "pairwise" or covariance is None:
             entries = mean.numel()
@@ -395,7 +395,7 @@ def tempered_predictives(
 def _closed_predictive(
     likelihood: Likelihood, mean: Tensor, covariance: Tensor
 ) -> Distribution | ValueError:
-    """Return the predictive without a link, `[1, B]`, or the error if it is singular."""
+    """Return the predictive without a link, `[1, B]`, or an error if it is singular."""
     try:
         return links.predictive(likelihood, None, mean.unsqueeze(0), covariance.unsqueeze(0))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The predictions of a posterior, or of a mixture of several posteriors."""
+"""The base class for predictions of a posterior, or of a mixture of several posteriors."""
 
 import math
 from abc import ABC, abstractmethod
@@ -47,10 +47,10 @@ class Predictor(ABC):
     def _fits_with_links(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> list[FitWithLink]:
-        """Pair each fit with `link`; if this is None, with the fit's own or the default link."""
+        """Pair each fit with `link` or, if that is None, with its own link or the default link."""
 
     def _require_same(self, **marks: Any) -> None:
-        """Require that all processes make a collective call in the same way.
+        """Require that all processes make a collective call with the same arguments.
 
         Args:
             **marks: Arguments that must be the same, or functions that return further values that
@@ -64,7 +64,7 @@ class Predictor(ABC):
     def _require_same_posterior(self) -> None:
         """Require that all processes have the same posterior, up to rounding.
 
-        The processes compare the loss of the posterior's data, which differs if the data differs.
+        The processes compare the training loss of the posterior, which differs if the data differs.
         """
         ranks = process_group()
         if ranks.size == 1:
@@ -84,7 +84,7 @@ class Predictor(ABC):
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood; for a regression with the tuned noise after `tune`."""
+        """The likelihood; for a regression, `tune` updates its noise."""
         return self._states[0].spec.likelihood
 
     @explains_wrong_arguments
@@ -102,15 +102,15 @@ class Predictor(ABC):
         """Predict the distribution p(y | x) of the targets, averaged over the posterior.
 
         Args:
-            x: Inputs, `[B, ...]`: a tensor, a tuple of tensors, or a mapping or dataclass by name.
-                Entries with targets, such as `labels`, are dropped unless the forward pass accepts
-                them.
-            method: `"glm"`: the linearised network, whose outputs are Gaussian with exact
+            x: Inputs, `[B, ...]`: a tensor, a tuple of tensors, or a mapping or dataclass whose
+                entries are passed by name. Targets, such as `labels`, are dropped unless the
+                forward pass accepts them.
+            method: `"glm"`: the linearised network, whose Gaussian outputs have an exact
                 covariance, averaged in closed form (see `link`) or over `samples` draws of the
                 outputs. `"glm-mc"`: the linearised network at samples of the parameters (Eq. 18).
                 `"nn"`: the network itself at samples of the parameters. `"map"`: the trained
-                network, without uncertainty of the parameters. In all methods, a temperature of
-                `la.link` divides the logits: `temperature` in closed form, `draw_temperature` for
+                network, without parameter uncertainty. In every method, the logits are divided by a
+                temperature of `la.link`: `temperature` in closed form, `draw_temperature` for
                 draws, and `network_temperature` with `"map"`.
             samples: Number of draws. Default: the closed form for `"glm"`, and 100 draws for
                 `"glm-mc"` and `"nn"`.
@@ -121,27 +121,27 @@ class Predictor(ABC):
                 `"probit"`: the softmax of the logits, each shrunk by its variance (MacKay, 1992).
                 `"exact"`: the expected softmax, from 128 Sobol points. `"bridge"`, `"bridge_norm"`:
                 the Laplace bridge to a Dirichlet distribution, without and with a scaling of the
-                variances; provided for comparisons. A `Link` also has a temperature. Default: the
-                link that `tune` chose (`la.link`); before `tune`, it is `"pairwise"` for up to 100
-                classes, and `"probit"` for more classes, for outputs with positions, and for binary
-                and multi-label outputs.
-            positions: Positions of outputs `[B, T, C]`. Default: all positions. With one position,
-                the batch shape is `[B]`; with several, `[p]` or `[B, p]`, it is `[B, p]`. Negative
-                numbers count from the last position that an `attention_mask` does not mark as
-                padding.
-            differentiable: Whether gradients flow back to the inputs. This is possible only for the
-                closed form of `"glm"`. The Jacobians of all inputs, `[B, C, D]`, are kept in
-                memory.
+                variances; provided for comparisons. Pass a `Link` to set the temperature, too.
+                Default: the link that `tune` chose (`la.link`); before `tune`, it is `"pairwise"`
+                for up to 100 classes, and `"probit"` for more classes, for outputs with positions,
+                and for binary and multi-label outputs.
+            positions: Indices of the positions to predict, for outputs `[B, T, C]`. Default: all
+                positions. With one position, the batch shape is `[B]`; with several, `[p]` or
+                `[B, p]`, it is `[B, p]`. Negative numbers count from the last position that an
+                `attention_mask` does not mark as padding.
+            differentiable: Whether gradients flow back to the inputs. Possible only for the closed
+                form of `"glm"`. The Jacobians of all inputs, `[B, C, D]`, are kept in memory.
 
         Returns:
             The distribution, of batch shape `[B]`: `Categorical` for classes, `Bernoulli` for one
             label, `Independent(Bernoulli)` for several labels (`.mean` contains their
-            probabilities), or `MultivariateNormal` for a regression, including the noise σ².
+            probabilities), or `MultivariateNormal` for a regression, which includes the noise σ².
 
         Raises:
             ValueError: If the method or link is unknown; if `samples` is below 1, or the method
-                draws no samples; if `link` is passed without the closed form; if outputs are not
-                finite, or too many to differentiate; if positions do not exist or are padding.
+                draws no samples; if `link` is passed for a method without closed form; if outputs
+                are not finite, or too many to differentiate; if positions are out of range or
+                padding.
             TypeError: If positions are not integers.
             RuntimeError: If nothing has been fitted, a parameter or buffer has changed since the
                 fit, or autocast is enabled.
@@ -155,7 +155,7 @@ class Predictor(ABC):
     def _differentiable_predictive(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> Distribution:
-        """Predict in closed form, so that gradients with respect to the inputs can be computed."""
+        """Predict in closed form, differentiably with respect to the inputs."""
         if not method.is_closed_form or method.positions is not None:
             raise ValueError(
                 '`differentiable=True` supports only the closed form of `method="glm"`. Use '
@@ -170,12 +170,12 @@ class Predictor(ABC):
     def _predict(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> Distribution:
-        """Predict like `predict` after the method and the link have been checked."""
+        """Predict with a method and a link that have been checked."""
         fits = self._fits_with_links(x, method, link)
         return equal_mixture([fit.predictive(x, method) for fit in fits])
 
     def _checked_link(self, link: str | Link | None, method: PredictionMethod) -> Link | None:
-        """Check a user's link, which requires the closed form; return None for None."""
+        """Check the user's link, if any, and require the closed form for it."""
         checked = link_from(link, self.likelihood)
         if checked is not None and not method.is_closed_form:
             raise ValueError(
@@ -198,13 +198,13 @@ class Predictor(ABC):
 
         For class probabilities, the total is the entropy of the predictive, the aleatoric part is
         the mean entropy over samples of the parameters, and the epistemic part is the mutual
-        information of target and parameters (BALD). All three are in nats, and are summed over the
-        labels if there are several. They are computed from the same draws, which are also the draws
-        of `predict` with the same number of samples. For a regression, the three parts are
-        variances of each target, in squared units. With `method="glm"` and without `samples`, these
-        variances have a closed form; otherwise, they are computed from draws. For a mixture, the
-        draws of all members are used, so the epistemic part includes how much the members disagree.
-        Logits are divided by the temperatures of `la.link`, as in `predict`.
+        information between target and parameters (BALD). All three are in nats, and summed over the
+        labels if there are several. They are computed from the same draws, which `predict` with the
+        same number of samples also uses. For a regression, the three parts are variances of each
+        target, in squared units. With `method="glm"` and without `samples`, these variances have a
+        closed form; otherwise, they are computed from draws. For a mixture, the draws of all
+        members are pooled, so the epistemic part includes the disagreement between members. Logits
+        are divided by the temperatures of `la.link`, as in `predict`.
 
         Args:
             x: Inputs, `[B, ...]`; see `predict`.
@@ -215,14 +215,14 @@ class Predictor(ABC):
 
         Returns:
             Total, aleatoric and epistemic uncertainty, each `[B]`, or `[B, C]` for a regression.
-            For class probabilities, `.scores` has more scores by name: `entropy`, `max_probability`
-            (not for several labels) and `mutual_information`. With `method="glm"`, it also has
-            `variance` (of the logits, without their common part), `instability` (the
-            log-probability of a different decision) and, for classes, `energy` and `max_logit` (for
-            a mixture, their means over its members). In closed form, `entropy` and
-            `max_probability` are computed from `predict(x)`, without draws. `entropy` therefore
-            differs from the total: slightly with the pairwise link, and more with the probit link
-            if draws have the temperature of its formula.
+            For class probabilities, `.scores` contains further scores by name: `entropy`,
+            `max_probability` (not for several labels) and `mutual_information`. With
+            `method="glm"`, it also has `variance` (of the logits, without their common part),
+            `instability` (the log-probability of a different decision) and, for classes, `energy`
+            and `max_logit` (for a mixture, their means over its members). In closed form, `entropy`
+            and `max_probability` are computed from `predict(x)`, without draws. The score `entropy`
+            therefore differs from the total: only slightly with the pairwise link, but more with
+            the probit link if its temperature is also used for draws.
 
         Raises:
             ValueError: If the method is `"map"`, which has no uncertainty about the parameters.
@@ -238,7 +238,7 @@ class Predictor(ABC):
     def _uncertainty(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> Uncertainty:
-        """Compute the uncertainty after the method and the link have been checked."""
+        """Compute the uncertainty with a method and a link that have been checked."""
         if method.name == "map":
             raise ValueError(
                 '`method="map"` predicts with a single value of the parameters, so it has no '
@@ -261,18 +261,18 @@ class Predictor(ABC):
         level: float = 0.95,
         score: str | None = None,
     ) -> Report:
-        """Evaluate the predictions on labelled data: accuracy, calibration, OOD detection.
+        """Evaluate the predictions on labelled data: accuracy, calibration and OOD detection.
 
-        Each metric has a confidence interval over the targets that are not ignored. The interval
-        treats the targets as independent.
+        Each metric comes with a confidence interval, which treats the targets as independent.
+        Ignored targets do not count.
 
         Args:
-            loader: Labelled batches `(x, y)`, or `(x, y, w)`, where the weights of the examples are
-                whole numbers: an example of weight w counts as w examples.
+            loader: Labelled batches `(x, y)`, or `(x, y, w)` with whole-numbered example weights:
+                an example of weight w counts as w examples.
             ood: Out-of-distribution batches by name. Targets are optional and ignored. A pair
                 always means inputs and targets, so pass several inputs without targets as
-                `((a, b), None)`. The report has OOD metrics, such as `auroc_<name>`, for each name
-                (in-distribution = 0, OOD = 1).
+                `((a, b), None)`. For each name, the report contains OOD metrics, such as
+                `auroc_<name>` (in-distribution = 0, OOD = 1).
             method: How to predict; see `predict`.
             samples: Number of draws; see `predict`.
             generator: Seeds the draws, and the order and augmentation of the loaders. Default:
@@ -286,10 +286,10 @@ class Predictor(ABC):
                 the entropy of the predictive, or its variance for a regression.
 
         Returns:
-            A report: the metrics by name, each a float with `.low` and `.high`. The report has the
-            same names as a report of `metrics.evaluate`, or of `metrics.evaluate_multilabel` for
-            several labels, or of `metrics.evaluate_regression` for a regression. Pass two reports
-            to `metrics.compare` to compare them.
+            A report: the metrics by name, each a float with the interval `.low` and `.high`. The
+            metrics are those of `metrics.evaluate`, of `metrics.evaluate_multilabel` for several
+            labels, or of `metrics.evaluate_regression` for a regression. To compare two reports,
+            pass them to `metrics.compare`.
 
         Raises:
             ValueError: If the loader is empty, or all of its targets are ignored; if `ood` is

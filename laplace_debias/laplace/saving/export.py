@@ -1,7 +1,7 @@
 """Export of a predictive as a program that runs without this package.
 
-Network and posterior become one module. Before a file is written, the results of the module are
-compared with the results of `predict`.
+The network and the posterior become one module, whose results are compared with `predict` before
+the file is written.
 """
 
 import inspect
@@ -57,9 +57,9 @@ def export(
 
     Args:
         fitted: The fit of a linear last layer.
-        path: The file, `.pt2`.
+        path: The file; its suffix, `.pt2` or `.onnx`, selects the format.
         example: Inputs of one example or more.
-        link: The link; None for the link of the fit, or the default link.
+        link: The link; None for the link of the fit or, if it has none, the default link.
     """
     chosen_link = link_from(link, fitted.likelihood) or fitted.link
     _check_can_export(fitted.likelihood, path)
@@ -123,7 +123,7 @@ def _check_only_tensors(inputs: Inputs) -> None:
 
 
 class _Predictive(nn.Module):
-    """The closed form of a linear last layer's posterior, as computed by `LinearHead`."""
+    """A module for the closed-form predictive of a linear last layer; see `LinearHead`."""
 
     def __init__(self, fitted: FittedPosterior, example: Inputs, link: Link | None) -> None:
         super().__init__()
@@ -152,8 +152,8 @@ class _Predictive(nn.Module):
                 return self.predict(OneArgument(kwargs))
             return self.predict(kwargs or args)
 
-        # With `**kwargs`, torch (2.15) writes programs that it cannot call, so every input gets its
-        # own name.
+        # For `**kwargs`, torch (2.15) writes programs that it cannot call, so each input gets a
+        # name.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         parameters = [inspect.Parameter(name, kind) for name in _arguments(example)[0]]
         forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -161,7 +161,8 @@ class _Predictive(nn.Module):
 
     def predict(self, inputs: Inputs) -> Answers:
         """Compute the program's results for the model's inputs."""
-        # A tap would compare numbers of examples, but torch traces this number as a symbol.
+        # A plain hook is used, because a tap would compare numbers of examples, which are only
+        # symbols during tracing.
         layer_inputs: list[Tensor] = []
 
         def record(_: nn.Module, args: Any, kwargs: Any, __: Any) -> None:
@@ -186,8 +187,7 @@ class _Predictive(nn.Module):
     def _store(self, name: str, value: Tensor | None) -> None:
         """Register a copy of a tensor as a buffer."""
         if value is not None:
-            # A view is copied, because the file would otherwise contain the whole underlying
-            # tensor.
+            # Without the copy, the file would contain the whole tensor that underlies a view.
             copy = value.clone(memory_format=torch.contiguous_format)
             self.register_buffer(name, copy)
 
@@ -209,16 +209,16 @@ class _Predictive(nn.Module):
 
 
 def _trace(module: _Predictive, example: Inputs) -> torch.export.ExportedProgram:
-    """Record the program for any number of examples.
+    """Trace the program for any number of examples.
 
     Raises:
         NotImplementedError: If torch cannot trace the model.
     """
-    # The program is traced with two examples, since torch would treat a size of 1 as a constant.
+    # Two examples are used, because torch would treat a batch size of 1 as a constant.
     names, args, kwargs = _arguments(join([example, example]))
     shapes = {name: {0: torch.export.Dim("batch")} for name in names}
     try:
-        # torch can only record in one thread at a time, so the lock is held.
+        # torch can trace in only one thread at a time, so the lock is held.
         with FORWARD_MODE, torch.no_grad():
             return torch.export.export(
                 module.eval(), args, kwargs, dynamic_shapes=shapes, strict=False
@@ -239,7 +239,7 @@ def _check_answers(answers: Answers, predicted: Distribution, source: str) -> No
     """Require that the answers of a program for the example agree with `predict`, up to rounding.
 
     Raises:
-        RuntimeError: If they differ. The error names the source of the program.
+        RuntimeError: If they differ. The message names the source of the program.
     """
     if "probs" in answers:
         expected = {"probs": getattr(predicted, "probs", predicted.mean)}
@@ -259,7 +259,7 @@ def _check_answers(answers: Answers, predicted: Distribution, source: str) -> No
 
 
 def _arguments(inputs: Inputs) -> tuple[list[str], tuple[Tensor, ...], dict[str, Tensor]]:
-    """Split inputs into arguments.
+    """Convert inputs to the arguments of a program.
 
     Returns:
         The names of all arguments, the positional arguments, and the keyword arguments.
@@ -276,8 +276,8 @@ def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
     """Return the path of the only Bayesian layer, which must return the outputs of the network.
 
     Raises:
-        NotImplementedError: If several layers are Bayesian, or the layer is not the last one or not
-            linear.
+        NotImplementedError: If several layers are Bayesian, or the layer is not linear or not the
+            last one.
     """
     blocks: Sequence[Block] = fitted.parameters.blocks
     layers = list(dict.fromkeys(block.layer for block in blocks))

@@ -45,15 +45,15 @@ _PRIOR = "prior."
 
 @dataclass(frozen=True)
 class Header:
-    """The contents of a file apart from tensors; the fields' names are the keys of the JSON.
+    """The contents of a file apart from the tensors, with the JSON keys as field names.
 
-    `nll` is the negative log-likelihood of the N examples, summed, in nats. `rank` is the requested
-    rank, a number or a fraction; data of lower rank yields fewer directions. `others` is the
-    fingerprint of the tensors that are not Bayesian. `noise`, for a regression, contains
-    `FittedPosterior.num_targets` and the number 2, the power of 1/σ to which the curvature is
-    proportional. `inducing` is the requested number of inputs, or `"inputs"` if the user passed the
-    inputs that are in the file. With `independent_outputs`, the file contains the tensors of one
-    block per output. Earlier versions did not save `fisher` and `mc_samples`.
+    `nll` is the negative log-likelihood summed over the N examples, in nats. `rank` is the
+    requested rank, a number or a fraction; there are fewer directions if the data has a lower rank.
+    `others` is the fingerprint of the tensors that are not Bayesian. `noise`, for a regression,
+    contains `FittedPosterior.num_targets` and the number 2, the power of 1/σ to which the curvature
+    is proportional. `inducing` is the requested number of inputs, or `"inputs"` if the user passed
+    the inputs that are in the file. With `independent_outputs`, the file contains the tensors of
+    one block per output. Earlier versions did not save `fisher` and `mc_samples`.
     """
 
     likelihood: dict[str, Any]
@@ -81,7 +81,7 @@ class Header:
 
     @classmethod
     def from_fit(cls, fitted: FittedPosterior, own_likelihood: bool) -> "Header":
-        """Collect the header of a fit; for arguments and errors, see `likelihood_to_json`."""
+        """Build the header of a fit; for `own_likelihood`, see `likelihood_to_json`."""
         config = fitted.config
         parameters = fitted.parameters
         information = fitted.prior.information
@@ -117,7 +117,7 @@ class Header:
         )
 
     def to_json(self) -> str:
-        """Write the header as JSON, and omit fields that have their default value."""
+        """Return the header as JSON, without fields that have their default value."""
         values = asdict(self)
         for header_field in fields(self):
             if values[header_field.name] == header_field.default:
@@ -126,9 +126,10 @@ class Header:
 
 
 def save(path: Path, fitted: FittedPosterior, own_likelihood: bool = False) -> None:
-    """Write a posterior, and replace an existing file when the new file is complete.
+    """Write a posterior to a file, and replace an existing file only when the new one is complete.
 
-    Equal posteriors give equal bytes. All processes must call this function, and rank 0 writes.
+    Equal posteriors give equal bytes. All processes must call this function, but only rank 0
+    writes.
     """
     ranks = process_group()
     header = Header.from_fit(fitted, own_likelihood).to_json()
@@ -140,7 +141,7 @@ def save(path: Path, fitted: FittedPosterior, own_likelihood: bool = False) -> N
 
 
 def tensors_of(posterior: GaussianPosterior, structure: CurvatureStructure) -> dict[str, Tensor]:
-    """Collect the tensors of a file, but omit directions that are the coordinate axes."""
+    """Collect the tensors to write; directions that are the coordinate axes are left out."""
     tensors = {"prior_precision": posterior.prior_precision, "mean": posterior.mean}
     if posterior.prior_mean is not None:
         tensors["prior_mean"] = posterior.prior_mean
@@ -197,9 +198,9 @@ def load(
         params=header.param_names,
         backend=backend,
         factor_dtype=factor_dtype,
-        # This also determines the order of the entries in a single block of all parameters.
+        # `joint` also determines the order of the entries if all parameters form a single block.
         joint=header.joint,
-        # Earlier versions also wrote a `sharing` for a curvature without factors, where it has no
+        # For a curvature without factors, earlier versions also wrote `sharing`, which has no
         # effect.
         sharing=header.sharing if structure.has_factors else "expand",
         memory_bound=memory_bound,
@@ -214,7 +215,7 @@ def load(
     plain = spec.plain_model
     mean = parameters.flattened(plain)
     fitted_model = FittedModel.record(spec, parameters, is_verified=False)
-    # Earlier versions also wrote the tensors of modules that PEFT replaces by trained copies.
+    # Earlier versions also recorded the modules that PEFT replaces by trained copies.
     replaced = unused_originals(plain)
     saved_fingerprint = {
         name: n for name, n in header.others.items() if not name.startswith(replaced)
@@ -262,7 +263,7 @@ def load(
 
 
 def _fisher_of_load(header: Header, fisher: str | None, mc_samples: int | None) -> FisherType:
-    """Return the Fisher matrix that a user chose, or by default the one of the saved fit."""
+    """Return the type of Fisher matrix that the user chose, or else the type of the saved fit."""
     if fisher is None:
         fisher = header.fisher
         mc_samples = header.mc_samples if mc_samples is None else mc_samples
@@ -270,9 +271,9 @@ def _fisher_of_load(header: Header, fisher: str | None, mc_samples: int | None) 
 
 
 def _as_after_fit(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Move tensors to a device, and give eigenvectors the memory layout that they have after a fit.
+    """Move tensors to a device, and give eigenvectors the memory layout they have after a fit.
 
-    Products of tensors in a different layout would be summed in a different order.
+    In a different layout, products would be summed in a different order.
     """
     converted: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -313,7 +314,7 @@ def _restore_curvature(
 
 
 def _check_same_blocks(saved_names: Sequence[str], names: Sequence[str]) -> None:
-    """Require that the model has the curvature blocks that the file names, in the same order."""
+    """Require that the model and the file have the same curvature blocks in the same order."""
     if saved_names != names:
         raise ValueError(
             f"The file has the curvature blocks {reprlib.repr(saved_names)}, but the "
@@ -323,7 +324,7 @@ def _check_same_blocks(saved_names: Sequence[str], names: Sequence[str]) -> None
 
 
 def _check_names(spec: ModelSpec, names: Sequence[str]) -> None:
-    """Require that the model has the parameters that the file names, and that none is frozen."""
+    """Require that the model has all parameters that the file names, and that none is frozen."""
     parameters = dict(spec.plain_model.named_parameters())
     # A shared parameter may have been saved under one of its aliases.
     names = plain_names(spec.model, names)
@@ -400,7 +401,7 @@ def read(path: Path) -> tuple[Header, dict[str, Tensor]]:
 
 
 def likelihood_to_json(likelihood: Likelihood, may_be_own: bool = False) -> dict[str, Any]:
-    """Describe a likelihood by its name and options, or by the import path of a user's class.
+    """Describe a likelihood by its name and options, or a user's class by its import path.
 
     Args:
         likelihood: The likelihood.
@@ -426,7 +427,7 @@ def likelihood_from_json(
 
     Args:
         data: The description.
-        user_likelihood: An instance of the user's class that the description names.
+        user_likelihood: An instance of the user's class, if the description names one.
     """
     options = dict(data)
     name = options.pop("name")
@@ -437,7 +438,7 @@ def likelihood_from_json(
             f"The file already contains the likelihood {name!r}. Remove "
             f"`likelihood={type(user_likelihood).__name__}(...)`."
         )
-    # The module is not compared, because the classes of a script have a different module when the
+    # Only the class name is compared, because a script's classes have another module name if the
     # script is imported.
     class_name = options["class"].rpartition(":")[2]
     description = None
@@ -459,7 +460,7 @@ def likelihood_from_json(
 
 
 def _json_options(likelihood: Likelihood) -> dict[str, Any]:
-    """Return the `options` of a likelihood in the form in which a file contains them."""
+    """Return the `options` of a likelihood as they are stored in a file."""
     options = likelihood.options()
     try:
         return dict(json.loads(json.dumps(options, allow_nan=False)))

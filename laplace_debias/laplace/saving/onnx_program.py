@@ -1,4 +1,4 @@
-"""A program of torch.export as an ONNX model, for runtimes without torch."""
+"""Translation of torch.export programs to ONNX, for runtimes without torch."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,7 +57,8 @@ def onnx_answers(model: bytes, inputs: Mapping[str, Tensor]) -> Answers:
 
     with _refusing("onnxruntime cannot run the program as ONNX"):
         session = InferenceSession(model, providers=["CPUExecutionProvider"])
-        # The model lacks inputs on which the outputs do not depend, so they are not passed.
+        # Inputs on which the outputs do not depend are absent from the model and must not be
+        # passed.
         names = [argument.name for argument in session.get_inputs()]
         arrays = {name: inputs[name].detach().cpu().numpy() for name in names}
         outputs = session.run(None, arrays)

@@ -30,7 +30,7 @@ _SECTION = re.compile(f"{re.escape(_BEGIN)}.*?{re.escape(_END)}\n?", re.DOTALL)
 
 
 def check_card(card: bool, evaluation: Report | None) -> None:
-    """Require a report as the evaluation, and only together with a card."""
+    """Require that the evaluation is a report, and that a card is written that can show it."""
     check_is(evaluation, "evaluation", Report, type(None))
     if evaluation is not None and not card:
         raise ValueError("`evaluation=` has no effect with `card=False`. Remove one of them.")
@@ -44,7 +44,7 @@ def check_folder(folder: Path) -> None:
 
 
 def save_posterior(folder: Path, fitted: FittedPosterior, own_likelihood: bool) -> None:
-    """Save a posterior in a folder, which the first process creates if it does not exist."""
+    """Save a posterior in a folder, which rank 0 creates if it does not exist."""
     if process_group().rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
     file.save(folder / POSTERIOR, fitted, own_likelihood)
@@ -55,7 +55,7 @@ def write_card(folder: Path, facts: Mapping[str, str], evaluation: Report | None
 
     Args:
         folder: The folder.
-        facts: Facts about the posterior, by name.
+        facts: Facts about the posterior, keyed by name.
         evaluation: Metrics on held-out data, with their intervals.
     """
     path = folder / CARD
@@ -124,7 +124,7 @@ def _cell(text: str) -> str:
 
 
 def posterior_file(folder_or_repository: str, revision: str | None, token: str | None) -> Path:
-    """Return the path of a posterior's file, which is downloaded unless the folder exists.
+    """Return the path of a posterior file, after downloading it unless a folder is given.
 
     Raises:
         FileNotFoundError: If neither a folder nor a repository of this name has a posterior.
@@ -176,7 +176,7 @@ def push(
     token: str | None,
     message: str | None,
 ) -> str:
-    """Upload a folder's files to a repository, created if it is missing, and return its URL."""
+    """Upload a folder to a repository, which is created if it is missing, and return its URL."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)
@@ -187,7 +187,7 @@ def push(
 
 
 def download_card(folder: Path, repository: str, token: str | None) -> None:
-    """Copy the card of a repository, if there is one, into a folder."""
+    """Download the model card of a repository, if there is one, into a folder."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)

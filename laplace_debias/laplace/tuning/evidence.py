@@ -1,15 +1,15 @@
-r"""Prior precisions with the largest marginal likelihood, for all parameters or per group.
+r"""Maximisation of the marginal likelihood over prior precisions, for all parameters or per group.
 
-Let h = N Λ be the precisions of the data along the directions of a group, D the number of
-parameters of the group, and S their squared distance from the prior's mean. The group's part of the
+Let h = N Λ be the precisions of the data along the directions of a group, D the number of its
+parameters, and S their squared distance from the prior mean. The contribution of the group to the
 log marginal likelihood is
 $$\tfrac D2 \log\delta - \tfrac{\delta S}2 - \tfrac12\sum_i \log(h_i + \delta),$$
 whose slope in log δ is half of $\sum_i h_i / (h_i + \delta) - \delta S$: the number of parameters
-that the data determines, minus δ S (MacKay's fixed point). The first term decreases with δ, and the
-second term increases. Therefore, the slope has a single root, which is the optimum, and the optimum
-does not depend on the other groups.
+that the data determines, minus δ S (MacKay's fixed point). The first term decreases with δ, whereas
+the second one increases. The slope therefore has a single root, which is the optimum and does not
+depend on the other groups.
 
-The noise of a regression can be tuned together with the prior precision. No data is read.
+The noise of a regression can be tuned together with the prior precision. Tuning reads no data.
 """
 
 import math
@@ -32,9 +32,8 @@ from laplace_debias.laplace.tuning.result import LOG_EVIDENCE, Row, TunedFit, Tu
 
 PER = ("kind", "block")
 BOUNDS = (1e-8, 1e8)
-"""The range of the prior precision δ that is searched, unless the parameters are very
-large or very small."""
-# The range never exceeds these ends, which single precision can represent.
+"""The search range of the prior precision δ, unless the parameters are very large or very small."""
+# The range never exceeds these limits, which single precision can represent.
 _LIMITS = (1e-20, 1e20)
 # When the noise is tuned, γ = δ k² is searched from 10^-_RANGE to 10^_RANGE.
 _RANGE = 20
@@ -66,26 +65,24 @@ def maximise_evidence(fitted: FittedPosterior, sigma: bool | None, per: str | No
 def search_range(
     num_parameters: Float[Tensor, "*groups"], squared_distances: Float[Tensor, "*groups"]
 ) -> tuple[Float[Tensor, "*groups"], Float[Tensor, "*groups"]]:
-    r"""Return the range of δ that is searched for D parameters at a squared distance S.
+    r"""Return the search range of δ for D parameters at a squared distance S.
 
-    The optimum is $\delta = \gamma / S$, where γ ≤ D is the number of determined parameters. It is
-    far below `BOUNDS` if the parameters are large, for example if the targets are in the millions,
-    and above `BOUNDS` if the parameters are small. The range is therefore extended in proportion to
-    D / S.
+    The optimum is $\delta = \gamma / S$, where γ ≤ D is the number of determined parameters. It
+    lies far below `BOUNDS` if the parameters are large, for example because the targets are in the
+    millions, and above `BOUNDS` if they are small, so the range is extended in proportion to D / S.
     """
     low, high = BOUNDS
-    # Parameters at the prior's mean, where S = 0, do not define a scale, so they get the scale 1.
+    # Parameters at the prior mean, where S = 0, do not define a scale, so they get the scale 1.
     largest = (num_parameters / squared_distances).nan_to_num(1.0, posinf=1.0)
     return (1e-6 * largest).clamp(_LIMITS[0], low), (10 * largest).clamp(high, _LIMITS[1])
 
 
 def tune_one(fitted: FittedPosterior) -> Tuning:
-    """Maximise the log marginal likelihood over one prior precision."""
+    """Maximise the log marginal likelihood over a single prior precision."""
     # SciPy is imported here because the import takes a third of a second.
     from scipy.optimize import minimize_scalar
 
-    # The values are stored by prior precision, because the searches below visit some of them
-    # repeatedly.
+    # The values are cached, because the searches below visit some prior precisions repeatedly.
     log_evidences: dict[float, float] = {}
 
     def loss(log_delta: float) -> float:
@@ -119,14 +116,14 @@ def tune_one(fitted: FittedPosterior) -> Tuning:
 
 
 def _end_of_flat_range(loss: Callable[[float], float], best: float, bound: float) -> float:
-    """Find where, between the best prior precision and a bound, half a nat is lost.
+    """Find the prior precision between the best one and a bound at which half a nat is lost.
 
     Args:
         loss: The negative log marginal likelihood, as a function of the decimal logarithm of the
             prior precision.
         best: Decimal logarithm of the best prior precision.
-        bound: Decimal logarithm of the end of the search. The bound is returned if less than half a
-            nat is lost there.
+        bound: Decimal logarithm of the end of the search range, which is returned if less than half
+            a nat is lost there.
     """
     from scipy.optimize import brentq
 
@@ -139,10 +136,10 @@ def _end_of_flat_range(loss: Callable[[float], float], best: float, bound: float
 def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
     """Maximise the log marginal likelihood over one prior precision for each group.
 
-    The marginal likelihood of a group without curvature increases towards δ = 0, a prior without a
-    scale. The data does not determine δ of such a group, so the group gets the δ that is best for
-    all groups together. For a group whose parameters all equal the prior's mean, the optimum is at
-    infinity, so the group gets the largest δ of the range.
+    For a group without curvature, the marginal likelihood increases towards δ = 0, so the data does
+    not determine its δ. Such a group gets the δ that is best for all groups together. For a group
+    whose parameters all equal the prior mean, the optimum is at infinity, so it gets the largest δ
+    of the search range.
 
     Args:
         fitted: The fit.
@@ -197,11 +194,11 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
 def _notes_on_groups(
     without_curvature: Sequence[str], without_distance: Mapping[str, float], together: float
 ) -> Iterator[str]:
-    """Explain the prior precisions of groups for which the search has no optimum.
+    """Explain the prior precisions of groups for which there is no optimum.
 
     Args:
         without_curvature: The groups without curvature.
-        without_distance: For each group whose parameters equal the prior's mean, the end of the
+        without_distance: For each group whose parameters equal the prior mean, the end of the
             search range.
         together: The best prior precision for all groups together.
     """
@@ -223,13 +220,13 @@ def _notes_on_groups(
 
 @dataclass(frozen=True, eq=False)
 class _GroupSpectrum:
-    """The spectrum of a group of blocks, and the other numbers on which its optimum depends.
+    """The spectrum of a group of blocks, and the other numbers that determine its optimum.
 
     Attributes:
         h: The precisions of the data, N Λ, along the directions.
         counts: The number of directions with each precision.
         num_parameters: D.
-        squared_distance: S, the squared distance of the parameters from the prior's mean.
+        squared_distance: S, the squared distance of the parameters from the prior mean.
     """
 
     h: Float[Tensor, " directions"]
@@ -244,7 +241,7 @@ class _GroupSpectrum:
         block_indices: Sequence[int],
         squared_distances: Float[Tensor, " blocks"],
     ) -> "_GroupSpectrum":
-        """Collect the spectra of the blocks with these indices."""
+        """Combine the spectra of the blocks with these indices."""
         all_blocks = list(posterior.curvature.blocks.values())
         blocks = [all_blocks[index] for index in block_indices]
         eigenvalues = [block.distinct_eigenvalues for block in blocks]
@@ -261,7 +258,7 @@ class _GroupSpectrum:
         )
 
     def search_range(self) -> tuple[float, float]:
-        """Return the range of δ that is searched."""
+        """Return the search range of δ for the group."""
         size = torch.tensor(self.num_parameters).double()
         low, high = search_range(size, self.squared_distance)
         return float(low), float(high)
@@ -286,9 +283,9 @@ def root_between(
     """Find the root of a decreasing function of a positive number.
 
     Args:
-        bounds: The range that is searched.
+        bounds: The search range.
         falling: The function.
-        tolerance: The error of the root's logarithm.
+        tolerance: The largest error of the logarithm of the root.
 
     Returns:
         The root; if the root is outside the range, the nearest end of the range.
@@ -308,7 +305,7 @@ def tune_noise(fitted: FittedPosterior) -> TunedFit:
     r"""Maximise the log marginal likelihood over σ = k σ₀ and one prior precision δ.
 
     With $P = k^{-2}(N \cdot C + \gamma)$, $\gamma = \delta k^2$, the squared distance S = ‖θ* − μ‖²
-    from the prior's mean μ, and Q and M of the residuals, the log marginal likelihood is, up to a
+    from the prior mean μ, and Q and M as in `Residuals`, the log marginal likelihood is, up to a
     constant,
     $$-\frac{Q + \gamma S}{2k^2} - M\log k + \frac D2\log\gamma
     - \frac12\log\det(N \cdot C + \gamma),$$
@@ -343,7 +340,7 @@ def tune_noise(fitted: FittedPosterior) -> TunedFit:
         table.append({"prior_precision": gamma * k**-2, "sigma_factor": k, LOG_EVIDENCE: value})
         return -value
 
-    # If the noise is also tuned, there may be several optima. A grid locates the best optimum.
+    # With the noise, there may be several optima, so a grid locates the best one first.
     coarse = [loss(power) for power in range(-_RANGE, _RANGE + 1)]
     start = min(range(len(coarse)), key=coarse.__getitem__) - _RANGE
     if abs(start) == _RANGE:

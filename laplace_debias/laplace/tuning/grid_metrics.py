@@ -1,4 +1,4 @@
-"""A metric at every setting of a search: prior precisions and links."""
+"""A metric for every setting of a search, which is a prior precision and a link."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -32,17 +32,20 @@ _TIE_IN_PAIRED_ERRORS = 0.25
 standard error."""
 TIE_IN_STANDARD_ERRORS = 1e-3
 """Two settings also count as equally good if they differ by less than this fraction of the best
-setting's standard error. This is needed because the paired error of nearly identical settings is
-nearly zero."""
+setting's standard error, because the paired error of nearly identical settings is nearly zero.
+"""
 
 PredictGrid = Callable[
     [Inputs, Tensor, Sequence[Link]], Iterable[tuple[int, Distribution | ValueError]]
 ]
-"""A function from inputs, prior precisions and links to pairs: the index of a prior
-precision, and a predictive or its error; see `predictives_by_links`."""
+"""A function from inputs, prior precisions and links to pairs of the index of a prior precision and
+a predictive, or its error; see `predictives_by_links`.
+"""
 
 ScoringRule = Callable[[Distribution, CheckedTargets], Float[Tensor, "terms columns"]]
-"""A function from predictives of batch shape `[links, B, ...]` to terms to sum over the targets."""
+"""A function that scores predictives of batch shape `[links, B, ...]` on targets, with one row per
+term and one column per link.
+"""
 
 
 class Setting(NamedTuple):
@@ -62,18 +65,19 @@ class GridMetrics:
     """A metric for every link at every prior precision of a search.
 
     The metric is Σ sums / Σ counts over the examples. An example has one or several terms (targets,
-    positions, labels). The terms of an example are not independent, so standard errors are computed
-    over examples. A `Setting` is an index into `sums` and `values`.
+    positions, labels), which are not independent, so standard errors are computed over examples. A
+    `Setting` is an index into `sums` and `values`.
 
     Attributes:
-        prior_precisions: P values, ascending. With links, the last value is infinity, at which
-            there is no covariance.
-        links: The L links, with the simplest link first. Empty for a likelihood without links, for
-            which the tensors have L = 1.
-        sums: The sum of the metric's terms of each example, `[P, L, examples]`; NaN for a setting
-            that a search has not evaluated.
+        prior_precisions: P values, ascending. With links, the last one is infinity, which means no
+            covariance.
+        links: The L links, starting with the simplest. Empty for a likelihood without links; the
+            tensors then have L = 1.
+        sums: The sum of the metric over the terms of each example, `[P, L, examples]`; NaN for
+            settings that were not evaluated.
         counts: Number of terms of each example, `[examples]`.
-        sigma_factors: The factor of σ at each prior precision, `[P]`; None if σ is not tuned.
+        sigma_factors: The factor by which σ is multiplied at each prior precision, `[P]`; None if σ
+            is not tuned.
     """
 
     prior_precisions: Sequence[float]
@@ -84,7 +88,7 @@ class GridMetrics:
 
     @cached_property
     def values(self) -> Float[Tensor, "points links"]:
-        """The metric, `[P, L]`, which is NaN for a setting that was not evaluated."""
+        """The metric, `[P, L]`; NaN for settings that were not evaluated."""
         return self.sums.sum(-1) / self.counts.sum()
 
     @property
@@ -94,7 +98,7 @@ class GridMetrics:
 
     @property
     def has_errors(self) -> bool:
-        """Whether there are several examples, which standard errors require."""
+        """Whether there are standard errors, which require several examples."""
         return len(self.counts) > 1
 
     def lowest(self, points: range, links: Sequence[int]) -> Setting:
@@ -115,7 +119,7 @@ class GridMetrics:
         return (residuals.square().sum(-1) * correction).sqrt() / total
 
     def is_tied(self, setting: Setting, best: Setting) -> bool:
-        """Whether a setting counts as equally good as the best one; False if its value is NaN."""
+        """Whether a setting counts as being as good as the best one; False if its value is NaN."""
         paired_error = self.standard_errors(self.sums[setting] - self.sums[best])
         standard_error = self.standard_errors(self.sums[best])
         tolerance = max(
@@ -125,12 +129,12 @@ class GridMetrics:
         return float(self.values[setting] - self.values[best]) <= tolerance
 
     def choose_link(self) -> int:
-        """Return the index of the simplest link whose best value is tied with the best of all.
+        """Return the index of the simplest link whose best value is tied with the overall best.
 
-        The order from simple to complex is: the default formula at temperature 1, other formulas at
-        temperature 1, the default formula at other temperatures, all links. With fewer than 100
-        examples, the result is the default formula at temperature 1. If there is at most one link,
-        the result is 0.
+        From simple to complex, the order is: the default formula at temperature 1, other formulas
+        at temperature 1, the default formula at other temperatures, all links. With fewer than 100
+        examples, the default formula at temperature 1 is chosen. With at most one link, the result
+        is 0.
         """
         if len(self.links) < 2:
             return 0
@@ -152,9 +156,10 @@ class GridMetrics:
         return setting.link
 
     def choose_temperature(self, point: int, links: Sequence[int]) -> float:
-        """Return the best temperature of some links at a prior precision.
+        """Return the best temperature among some links at a given prior precision.
 
-        It is 1 if that is tied with the best temperature, or with fewer than 100 examples.
+        Temperature 1 is preferred if it is tied with the best one, or if there are fewer than 100
+        examples.
         """
         points = range(point, point + 1)
         best = self.lowest(points, links)
@@ -168,8 +173,8 @@ class GridMetrics:
 
 def _nll_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tensor, "terms links"]:
     """Compute, for every link, the negative log-density of each target that is not ignored."""
-    # Class probabilities are not computed: for a thousand classes, the log-probabilities of the
-    # targets need a thousandth of the memory.
+    # Only the log-probabilities of the targets are computed, because the probabilities of a
+    # thousand classes would need a thousand times the memory.
     log_probs = predicted.log_prob(
         targets.targets_with_density.expand(predicted.batch_shape + predicted.event_shape)
     )
@@ -191,7 +196,8 @@ def _brier_terms(
 
 
 SCORING_RULES: dict[str, ScoringRule] = {"nll": _nll_terms, "brier": _brier_terms}
-"""The metrics, by name. They return the terms of the targets that count, a column per link."""
+"""The metrics by name. They return the terms of the targets that count, with one column per link.
+"""
 
 
 def _noise_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tensor, "terms 3"]:
@@ -202,8 +208,8 @@ def _noise_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tens
     residuals = (labels - probabilities_or_means(predicted).double()).unsqueeze(-1)
     rounding = 8 * torch.finfo(predicted.mean.dtype).eps * labels.abs()
     residuals = residuals.masked_fill(residuals.abs() <= rounding.unsqueeze(-1), 0)
-    # The residuals are not computed from the log-density: in float32, small residuals would be lost
-    # beside its constant.
+    # The residuals are not derived from the log-density, because its constant would swamp small
+    # residuals in float32.
     whitened = torch.linalg.solve_triangular(root, residuals, upper=False)
     squares = whitened.square().sum((-2, -1))
     log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -212,14 +218,14 @@ def _noise_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tens
 
 @dataclass(frozen=True, eq=False)
 class ScoredTargets:
-    """The checked targets of a batch, and the metric that scores predictives of these targets.
+    """The checked targets of a batch, and the metric that scores predictives on them.
 
     Predictives have batch shape `[links, B, ...]`.
 
     Attributes:
         rule: The metric.
         targets: The targets.
-        example_indices: The index of the example to which each counted row belongs.
+        example_indices: For each row that counts, the index of its example.
         num_examples: The number of examples.
     """
 
@@ -256,7 +262,7 @@ class ScoredTargets:
         return self._examples(num_terms).bincount(minlength=self.num_examples).double()
 
     def _examples(self, num_terms: int) -> Int[Tensor, " terms"]:
-        """Return the index of each term's example; a row may have a term per label."""
+        """Return the index of the example of each term; a row may have one term per label."""
         terms_per_row = num_terms // max(1, len(self.example_indices))
         return self.example_indices.repeat_interleave(terms_per_row)
 
@@ -283,11 +289,11 @@ def evaluate_grid(
         class_dim: The dimension of the outputs that holds the classes. Default: the last one.
 
     Returns:
-        The metric; infinite where the predictive of at least one batch could not be computed.
+        The metric, which is infinite where the predictive of any batch could not be computed.
 
     Raises:
         ValueError: If the data is empty, or if all of its targets are ignored. If a batch has no
-            predictive at any prior precision, raises the error of its predictive.
+            predictive at any prior precision, the error of the predictive is raised.
     """
     sums, counts = _scores_of_examples(
         predict, data, likelihood, SCORING_RULES[metric], prior_precisions, links, class_dim
@@ -304,7 +310,7 @@ def evaluate_grid_with_noise(
     gammas: Sequence[float],
     class_dim: int | None = None,
 ) -> GridMetrics:
-    """Compute the NLL of a regression at the best noise for each γ = δ k² in one pass.
+    """Compute the NLL of a regression, at the best noise for each γ = δ k², in one pass.
 
     Args:
         predict: The predictives at the noise σ₀.
@@ -317,7 +323,7 @@ def evaluate_grid_with_noise(
         The NLL at each δ = γ / k², and the factors k; see `evaluate_grid`.
 
     Raises:
-        ValueError: If the residuals are zero, and the errors of `evaluate_grid`.
+        ValueError: If the residuals are zero. Also raises the errors of `evaluate_grid`.
     """
     statistics, counts = _scores_of_examples(
         predict, data, likelihood, _noise_terms, gammas, [], class_dim
@@ -338,7 +344,7 @@ def _scores_of_examples(
 ) -> tuple[Float[Tensor, "points columns examples"], Float[Tensor, " examples"]]:
     """Sum and count the terms of each example at every prior precision.
 
-    Examples without a term are left out. The sums are infinite where a batch has no predictive.
+    Examples without terms are left out. The sums are infinite where a batch has no predictive.
     """
     grid = torch.tensor(prior_precisions, dtype=torch.float64)
     num_points = len(prior_precisions) + (1 if links else 0)
@@ -352,7 +358,8 @@ def _scores_of_examples(
                 errors[point] = predicted
                 continue
             if scored is None:
-                # The check has the same result for every link and every prior precision.
+                # The check gives the same result for every link and prior precision, so it is made
+                # once.
                 scored = ScoredTargets.check(likelihood, predicted, batch.targets, rule, class_dim)
             terms = scored.terms(predicted)
             columns.setdefault(point, []).append(scored.sums(terms))
@@ -371,15 +378,16 @@ def _scores_of_examples(
 def _with_best_noise(
     sums: Float[Tensor, "points 3 examples"],
 ) -> tuple[Float[Tensor, "points 1 examples"], Float[Tensor, " points"]]:
-    """Compute the NLL at the best σ = k σ₀ for each γ, and k.
+    """Compute the best factor k of σ = k σ₀ for each γ, and the NLL at this noise.
 
     With C ∝ σ⁻², the precision of the posterior at σ = k σ₀ is k⁻² (N C + γ), so the covariance of
     the predictive is k² times the covariance at δ = γ. With q = rᵀ S⁻¹ r, the NLL of M numbers is
-    lowest at k² = Σ q / M. A point without a predictive at σ₀ has no predictive at any σ, and keeps
-    σ₀.
+    lowest at k² = Σ q / M. A point without a predictive at σ₀ has none at any other σ either, and
+    keeps σ₀.
 
     Args:
-        sums: The sums of `_noise_terms` for each γ and example; infinite without a predictive.
+        sums: The sums of `_noise_terms` for each γ and example; infinite where there is no
+            predictive.
     """
     squares, log_dets, outputs = sums.unbind(1)
     factors = (squares.sum(-1) / outputs.sum(-1)).sqrt()

@@ -1,6 +1,6 @@
 """The noise of a regression: a fit at σ₀ determines the posterior at every σ = k σ₀.
 
-The residuals do not change, and the curvature C of the mean loss becomes k⁻² C. No data is read.
+The residuals do not change, and the curvature C of the mean loss becomes k⁻² C, so no data is read.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from laplace_debias.laplace.tuning.result import TunedFit, Tuning
 
 
 def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
-    """Whether σ is tuned: if `sigma` is True, or if it is None and the user gave no σ.
+    """Whether σ is tuned: if `sigma` is True, or if it is None and the user has not set σ.
 
     Raises:
         ValueError: If σ cannot be tuned.
@@ -51,7 +51,7 @@ def _check_can_tune_noise(fitted: FittedPosterior) -> None:
             "with a posterior file saved by an early version of this library. Fit "
             'again with `fisher="exact"` or `fisher="mc"`.'
         )
-    # The squared residuals are the difference of these two numbers, so smaller values are rounding
+    # The squared residuals are a difference of terms of this size, so smaller values are rounding
     # errors.
     if 1e-12 * (abs(fitted.nll) + residuals.num_targets) >= residuals.squared:
         raise ValueError(
@@ -62,7 +62,7 @@ def _check_can_tune_noise(fitted: FittedPosterior) -> None:
 
 
 def note_on_assumed_sigma(fitted: FittedPosterior, sigma: bool | None) -> str | None:
-    """Return a note if σ has never been set and is not tuned."""
+    """Return a note if σ was never set and is not tuned, or else None."""
     likelihood = fitted.likelihood
     if sigma is not None or not isinstance(likelihood, Gaussian) or not likelihood.is_assumed:
         return None
@@ -77,7 +77,7 @@ def note_on_assumed_sigma(fitted: FittedPosterior, sigma: bool | None) -> str | 
 
 
 def apply_with_noise(tuning: Tuning, fitted: FittedPosterior, factor: float) -> TunedFit:
-    """Multiply σ by a factor, and set the prior precision that was chosen together with it."""
+    """Multiply σ by a factor, and set the prior precision that was chosen along with it."""
     tuned = rescaled(fitted, factor, fitted.prior.with_precision(tuning.prior_precision))
     assert isinstance(tuned.likelihood, Gaussian)
     return TunedFit(replace(tuning, sigma=tuned.likelihood.sigma.tolist()), tuned)
@@ -94,7 +94,7 @@ def rescaled(fitted: FittedPosterior, factor: float, prior: Prior) -> FittedPost
     curvature = posterior.curvature.map(lambda _, block: curvature_factor * block)
     limits = fitted.thinned_at
     if limits is not None:
-        # The factor keeps the ratio of the curvature to the prior precision.
+        # The limits are scaled like the curvature, because thinning depends only on their ratio.
         limits = tuple(limit * curvature_factor for limit in limits)
     return replace(
         fitted.with_likelihood(likelihood),
@@ -108,7 +108,7 @@ def rescaled(fitted: FittedPosterior, factor: float, prior: Prior) -> FittedPost
 
 
 def nll_change(residuals: Residuals, factor: float) -> float:
-    """Compute the increase of the negative log-likelihood if σ is multiplied by a factor."""
+    """Compute how much the negative log-likelihood grows if σ is multiplied by a factor."""
     return float(residuals.nll_change(torch.tensor(factor, dtype=torch.float64).log()))
 
 

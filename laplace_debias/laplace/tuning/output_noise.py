@@ -25,12 +25,12 @@ _RANGE = (1e-3, 1e3)
 
 @dataclass(frozen=True, eq=False)
 class OutputNoise:
-    """The noise levels of the outputs that have the lowest NLL.
+    """The noise levels with the lowest NLL, one per output.
 
     Attributes:
         sigma: The standard deviation of the noise of each output.
         nll: The mean NLL of the held-out targets.
-        is_at_end: Whether a standard deviation is at an end of the search range.
+        is_at_end: Whether any of the standard deviations is at an end of the search range.
     """
 
     sigma: Float[Tensor, " outputs"]
@@ -44,7 +44,7 @@ def tune_output_noise(
 ) -> OutputNoise:
     r"""Choose the noise of each output for a fixed posterior.
 
-    For the covariance $F_n$ of the outputs and the residual $r_n$, the chosen noise minimises
+    With the covariance $F_n$ of the outputs and the residual $r_n$, the chosen noise minimises
     $$\tfrac12\sum_n\big[r_n^\top S_n^{-1} r_n + \log\det 2\pi S_n\big],\quad
     S_n = F_n + \mathrm{diag}(\sigma_1^2, \dots, \sigma_C^2)$$
 
@@ -101,7 +101,7 @@ def tune_output_noise(
 def _residuals_and_covariances(
     fitted: FittedPosterior, data: Iterable[Batch], prior_precision: float
 ) -> tuple[Float[Tensor, "targets outputs"], Float[Tensor, "targets outputs outputs"]]:
-    """Compute the residuals, and the covariances of the outputs without noise, on the CPU."""
+    """Compute residuals, and covariances of the outputs without noise, and move them to the CPU."""
     likelihood = fitted.likelihood
     assert isinstance(likelihood, Gaussian)
     grid = torch.tensor([prior_precision], dtype=torch.float64)

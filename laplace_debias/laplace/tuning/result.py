@@ -1,4 +1,4 @@
-"""The result of a search for the prior precision, and the fit with this prior precision."""
+"""The result of a search for the prior precision, and the fit to which it is applied."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,22 +13,24 @@ from laplace_debias.system.shown import aligned, html_table
 Row = dict[str, Any]
 
 LOG_EVIDENCE = "log_marginal_likelihood"
-"""The metric that is maximised when tuning uses no validation data."""
+"""The name of the metric that is maximised if tuning uses no validation data."""
 _WIDE = 1e6
-"""The ratio of the ends of a range that is wide enough to be certain to contain the best prior
-precision of a trained network."""
+"""The ratio between the ends of a range that is wide enough to contain the best prior precision of
+any trained network.
+"""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A setting with which a search compares its choice, or the choice itself.
+    """A setting that a search compares with its choice, or the choice itself.
 
     Attributes:
-        name: The name of the setting, for example `"temperature scaling"`.
+        name: The name of the setting, such as `"temperature scaling"`.
         prior_precision: The prior precision; None for a setting without a posterior.
         link: The link.
         value: The metric.
-        difference: The metric of this setting minus the metric of the choice.
+        difference: The metric of this setting minus the metric of the choice; positive if it is
+            worse.
         half_width: Half the width of the paired 95 % interval of the difference.
     """
 
@@ -41,7 +43,7 @@ class Alternative:
 
 
 class Comparison(list[Row]):
-    """The rows of `Tuning.compared`, which are printed as a table.
+    """The rows of `Tuning.compared`, printed as a table.
 
     Attributes:
         metric: The name of the metric.
@@ -90,25 +92,25 @@ class Tuning:
     """The result of a search for the prior precision.
 
     Attributes:
-        prior_precision: The best value: one number, or one for each block, in the order of
+        prior_precision: The chosen value: one number, or one for each block, in the order of
             `Laplace.block_names`.
         metric: The name of the optimised metric, or `"log_marginal_likelihood"`.
-        value: The metric at the best value.
-        table: One row for each value tried, ascending: `prior_precision`, the metric, and the
-            `standard_error` of the metric over the examples if there are several. If `sigma` was
-            also tuned, a row also contains `sigma_factor`, by which the sigma of the fit is
-            multiplied. With one prior precision per kind of layer or per block, there is one row
-            per kind or block: its `name`, `prior_precision`, `num_parameters`, and
-            `num_determined`, the number of parameters that the data determines.
-        sigma: The noise that was tuned with the prior precision, one number or one per output; None
-            if it was not tuned.
-        flat: The ends of the flat range of prior precisions tried. Within this range, the metric is
-            worse than at the chosen value by at most one standard error of the difference, paired
-            over the examples; the log marginal likelihood is lower by at most half a nat. None for
-            one example, and for several prior precisions.
-        notes: Remarks on the search, for example that it ended at a limit.
-        link: The link from logits to probabilities that was tuned with the prior precision; None
-            for the marginal likelihood and for a regression.
+        value: The metric at the chosen value.
+        table: One row for each value tried, ascending: `prior_precision`, the metric, and its
+            `standard_error` over the examples if there are several. If `sigma` was also tuned,
+            `sigma_factor` is the number by which the sigma of the fit is multiplied. With one prior
+            precision per kind of layer or per block, there is instead one row per kind or block:
+            its `name`, `prior_precision`, `num_parameters`, and `num_determined`, the number of
+            parameters that the data determines.
+        sigma: The noise that was tuned along with the prior precision, one number or one per
+            output; None if it was not tuned.
+        flat: The ends of the range of prior precisions that score about as well as the chosen one,
+            which means that the metric is worse by at most one standard error of the difference,
+            paired over the examples, or the log marginal likelihood is lower by at most half a nat.
+            None if there is only one example, or if there are several prior precisions.
+        notes: Remarks on the search, for example that it ended at the limit of its range.
+        link: The link from logits to probabilities that was tuned along with the prior precision;
+            None for the marginal likelihood and for a regression.
         alternatives: The network, temperature scaling, and every link at T = 1 and at its best T,
             at its best prior precision of the grid. One of them is usually the choice itself. Empty
             if no links were compared.
@@ -130,11 +132,11 @@ class Tuning:
 
     @property
     def compared(self) -> Comparison:
-        """The alternatives, one per row, which are printed as a table.
+        """The alternatives as rows that are printed as a table.
 
-        A row contains the `name`, `prior_precision` (None without a posterior) and `temperature` of
-        an alternative, its metric, the `difference` from the choice, and the paired `half_width` of
-        the 95 % interval of the difference. The printed table marks the choice with an asterisk.
+        Each row contains the `name`, `prior_precision` (None without a posterior) and `temperature`
+        of an alternative, its metric, the `difference` from the choice, and the `half_width` of the
+        paired 95 % interval of the difference. The printed table marks the choice with an asterisk.
         """
         is_choice = [self._is_choice(alternative) for alternative in self.alternatives]
         choice = is_choice.index(True) if True in is_choice else None
@@ -142,7 +144,7 @@ class Tuning:
 
     @property
     def all_alike(self) -> bool:
-        """Whether the flat range is wide, and contains all prior precisions that were tried."""
+        """Whether the flat range is wide and contains all prior precisions that were tried."""
         tried = sorted(row["prior_precision"] for row in self.table)
         return self.flat == (tried[0], tried[-1]) and tried[-1] >= _WIDE * tried[0]
 
@@ -171,7 +173,7 @@ class Tuning:
 
     @property
     def _flatness(self) -> str:
-        """A sentence on the sharpness of the optimum, or "" if the sharpness is unknown."""
+        """A sentence on the sharpness of the optimum, or "" if that is unknown."""
         if self.flat is None:
             return ""
         margin = "one standard error of the paired difference"
@@ -195,7 +197,7 @@ class Tuning:
         return sentence
 
     def _is_choice(self, other: Alternative) -> bool:
-        """Whether an alternative, which has only the closed form's temperature, is the choice."""
+        """Whether an alternative is the choice; only the closed form's temperature is compared."""
         link = self.link
         assert link is not None
         choice = (self.prior_precision, link.name, link.temperature)
@@ -220,7 +222,7 @@ class Tuning:
         return " ".join([*sentences, *self.notes])
 
     def __str__(self) -> str:
-        """The result as several lines that include `compared` as a table."""
+        """The result in several lines, including the table `compared`."""
         lines = [self._summary]
         if self._flatness:
             lines.append(self._flatness)
@@ -243,12 +245,12 @@ class Tuning:
 
 @dataclass(frozen=True, eq=False)
 class TunedFit:
-    """A fit with the values that a search has chosen.
+    """A fit with the values that a search chose.
 
     Attributes:
         tuning: The chosen values, and how they were chosen.
-        fitted: The fit with the chosen prior precision, and with the chosen link and noise if there
-            are any.
+        fitted: The fit with the chosen prior precision and, if they were tuned, the chosen link and
+            noise.
     """
 
     tuning: Tuning
@@ -256,12 +258,12 @@ class TunedFit:
 
     @classmethod
     def apply(cls, tuning: Tuning, fitted: FittedPosterior) -> "TunedFit":
-        """Set the prior precision of a fit, and the link if one was chosen."""
+        """Set the chosen prior precision of a fit, and the link if one was chosen."""
         prior = fitted.prior.with_precision(tuning.prior_precision)
         link = tuning.link or fitted.link
         return cls(tuning, fitted.with_prior(prior).with_link(link))
 
     def with_notes(self, *notes: str | None) -> "TunedFit":
-        """Return the result with further notes; None stands for no note."""
+        """Return the result with further notes; entries that are None are skipped."""
         added = [note for note in notes if note is not None]
         return replace(self, tuning=replace(self.tuning, notes=(*self.tuning.notes, *added)))

@@ -1,10 +1,10 @@
 """A search over prior precisions and temperatures that evaluates only some of the settings.
 
 For a fixed prior precision δ, the metric first decreases and then increases with the temperature T,
-and the best T changes little from one δ to the next. The search goes from the largest δ to the
-smallest. For each δ, it starts from the best T of the previous δ, and evaluates the neighbours of
-the best T so far until neither neighbour is better. T = 1 is always evaluated. If the metric had
-several minima in T, the search might return a local minimum.
+and the best T changes little from one δ to the next. The search therefore goes from the largest δ
+to the smallest. At each δ, it starts from the best T of the previous δ, and evaluates the
+neighbours of the best T so far until neither of them is better. T = 1 is always evaluated. If the
+metric had several minima in T, the search might find only a local one.
 """
 
 import math
@@ -35,7 +35,7 @@ from laplace_debias.laplace.tuning.grid_metrics import (
     Setting,
 )
 
-# The number of outputs that are evaluated together.
+# The number of outputs, over all examples, that are evaluated together.
 _ENTRIES = 2**14
 _MIN_BATCH = 64
 
@@ -47,20 +47,20 @@ def search_temperatures(
     prior_precisions: Sequence[float],
     links: Sequence[Link],
 ) -> GridMetrics:
-    """Read the data once, and compute a metric at the settings that the search visits.
+    """Read the data once, and compute a metric at the settings that a search visits.
 
-    These settings are, for each prior precision, the temperatures around the best temperature; and,
-    for the chosen link, all prior precisions.
+    The search visits the temperatures around the best one for each prior precision, and all prior
+    precisions for the chosen link.
 
     Args:
         fitted: A fit for which `recorded_inputs` is not None.
         data: Batches `(inputs, targets)`.
         metric: `"nll"` or `"brier"`.
         prior_precisions: The prior precisions, ascending.
-        links: The links, with the simplest link first, ordered by formula.
+        links: The links, ordered by formula and starting with the simplest.
 
     Returns:
-        The metric; infinite where a predictive overflows.
+        The metric, which is infinite where a predictive overflows.
     """
     batches = _last_layer_batches(fitted, data, metric)
     search = TemperatureSearch(batches, [*prior_precisions, math.inf], links)
@@ -73,9 +73,9 @@ def search_temperatures(
 
 @dataclass(eq=False)
 class LastLayerBatch:
-    """A batch, reduced to the values on which the predictives depend at any setting.
+    """A batch, reduced to the values from which predictives are computed at any setting.
 
-    The variances at the last prior precision are kept, because several temperatures may be
+    The variances at the most recent prior precision are kept, because several temperatures may be
     evaluated there one after the other.
 
     Attributes:
@@ -83,7 +83,7 @@ class LastLayerBatch:
         inputs: The outputs and the inputs of the last layer, which is the only Bayesian layer.
         targets: The targets and the metric.
         counts: The number of terms of each example.
-        squared_differences: `squared_differences` of the last layer's blocks, for at most 100
+        squared_differences: The result of `last_layer.squared_differences` for at most 100
             exclusive classes; otherwise None.
     """
 
@@ -117,7 +117,7 @@ class LastLayerBatch:
     def sums(
         self, prior_precision: float, links: Sequence[Link]
     ) -> Float[Tensor, "examples links"]:
-        """Compute the metric of links of one formula for each example that has terms.
+        """Compute the metric for links of one formula, for each example that has terms.
 
         The metric is infinite if a predictive overflows.
         """
@@ -152,7 +152,7 @@ class LastLayerBatch:
         return tempered_predictives(likelihood, inputs.mean, covariance, links)
 
     def _eigen_variances(self, prior_precision: float) -> list[Float[Tensor, "batch _"]]:
-        """Compute the variances at a prior precision, or reuse the variances of the last call."""
+        """Compute the variances at a prior precision, or reuse those of the last call."""
         if self._last_variances is None or self._last_variances[0] != prior_precision:
             heads = self.inputs.heads
             deltas = heads[0].magnitudes.new_full((len(heads),), prior_precision)
@@ -161,7 +161,7 @@ class LastLayerBatch:
 
 
 class TemperatureSearch:
-    """The settings that a search has evaluated, and their metric.
+    """A search over settings, with the metric at the settings evaluated so far.
 
     Args:
         batches: The data of this process.
@@ -178,16 +178,16 @@ class TemperatureSearch:
         self._batches = batches
         self._prior_precisions = prior_precisions
         self._links = links
-        # The number of terms of each example that has any, over all batches and processes.
+        # For each example that has terms, their number, over all batches and processes.
         counts = [[batch.counts[batch.counts > 0]] for batch in batches]
         (self._counts,) = concatenate_batches(counts, "tune on")
-        # For each setting, the metric's sum over the terms of each example, and its mean over all
-        # terms.
+        # For each setting, the sums of the metric over the terms of each example, and its mean over
+        # all terms.
         self._sums = dict[Setting, Float[Tensor, " examples"]]()
         self._values = dict[Setting, float]()
 
     def run(self) -> None:
-        """Search the temperatures of each formula, starting at the largest prior precision."""
+        """Search the temperatures of each formula, from the largest prior precision downwards."""
         *finite_points, infinity = range(len(self._prior_precisions))
         self.evaluate(infinity, range(len(self._links)))
         indices_by_formula = dict[str, list[int]]()
@@ -196,8 +196,8 @@ class TemperatureSearch:
         lowest = {
             name: self._lowest(infinity, indices) for name, indices in indices_by_formula.items()
         }
-        # The formulas are searched one after the other for each prior precision, so that they share
-        # its variances.
+        # All formulas are searched at one prior precision before the next, so that they share its
+        # variances.
         for point in reversed(finite_points):
             for name, indices in indices_by_formula.items():
                 lowest[name] = self._descend(point, indices, lowest[name])
@@ -226,12 +226,12 @@ class TemperatureSearch:
         return GridMetrics(self._prior_precisions, self._links, sums, self._counts)
 
     def _descend(self, point: int, indices: list[int], start: int) -> int:
-        """Find the best temperature of a formula at a prior precision; return its link's index.
+        """Return the index of the link with a formula's best temperature at a prior precision.
 
         Args:
             point: Index of the prior precision.
             indices: Indices of the formula's links, ascending in temperature.
-            start: The first guess.
+            start: The index of the link at which the search starts.
         """
         untempered = [index for index in indices if self._temperature(index) == 1]
         self.evaluate(point, {*untempered, *_with_neighbours(indices, start)})
@@ -246,7 +246,7 @@ class TemperatureSearch:
         return lowest
 
     def _lowest(self, point: int, indices: list[int]) -> int:
-        """Return the link with the lowest metric of all links evaluated at a prior precision."""
+        """Return the index with the lowest metric among those evaluated at a prior precision."""
         evaluated = [index for index in indices if Setting(point, index) in self._values]
         return min(evaluated, key=lambda index: self._values[Setting(point, index)])
 

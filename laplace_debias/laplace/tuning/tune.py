@@ -1,8 +1,8 @@
 """Tuning on held-out data: a search over prior precisions and links in one pass.
 
 The search is over δ, or over γ = δ k² if σ = k σ₀ is also tuned. Links and temperatures cost little
-compared with the covariances, so the same pass evaluates all of them. For a last layer, the
-covariances are cheap, so only temperatures around the best temperature are evaluated.
+compared with the covariances, so the same pass evaluates all of them. For a last layer, where
+covariances are cheap, only temperatures around the best one are evaluated.
 """
 
 import itertools
@@ -46,7 +46,7 @@ from laplace_debias.system.checks import real
 from laplace_debias.system.ranks import process_group
 
 DEFAULT_GRID = torch.logspace(-4, 8, 49, dtype=torch.float64)
-"""Prior precisions that are tried unless a grid is passed."""
+"""The prior precisions to try unless a grid is passed."""
 TEMPERATURES = tuple(2 ** (k / 8) for k in range(-16, 17))
 """The candidate temperatures: from 1/4 to 4."""
 PER_OUTPUT = "per_output"
@@ -69,15 +69,15 @@ def tune_on_data(
 
     Args:
         fitted: The fit.
-        loader: Batches `(inputs, targets)` that the fit has not read.
+        loader: Batches `(inputs, targets)` that were not used for the fit.
         metric: The metric to minimise: `"nll"`, or `"brier"` for classes and labels.
         grid: Prior precisions to try. Default: `DEFAULT_GRID`.
-        sigma: Whether σ of a regression is also tuned. With `"per_output"`, the noise of each
-            output is chosen afterwards. Default: σ is tuned if it can be tuned and has never been
+        sigma: Whether to tune σ of a regression as well. With `"per_output"`, the noise of each
+            output is chosen afterwards. Default: σ is tuned if this is possible and σ was never
             set.
-        link: A link's name, to try only its temperatures, or a `Link`, to use only this one.
+        link: The name of a link, to try only its temperatures, or a `Link`, to use only this one.
             Default: all links.
-        generator: Seeds the order of the data.
+        generator: Seeds the order and augmentation of the data.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -93,8 +93,7 @@ def tune_on_data(
     _check_metric(metric, fitted.likelihood)
     link_from(link, fitted.likelihood)
     points = None if grid is None else _ascending(grid)
-    # A grid contains prior precisions for the current noise, so by default the noise is then not
-    # tuned.
+    # A grid of prior precisions applies to the current noise, so the noise is not tuned by default.
     if (points is None or sigma) and tunes_noise(fitted, sigma):
         if points is not None:
             raise ValueError(
@@ -120,7 +119,7 @@ def _tune_with_links(
     points: Float[Tensor, " grid"] | None,
     link: str | Link | None,
 ) -> TunedFit:
-    """Find the best prior precision, and the best link of a likelihood that has links.
+    """Find the best prior precision, and the best link if the likelihood has links.
 
     Args:
         fitted: The fit.
@@ -134,7 +133,7 @@ def _tune_with_links(
     else:
         for point in points[[0, -1]]:  # The points are ascending.
             fitted.posterior.check_prior_precision(point)
-    # The default link depends on the number of classes, which the first batch shows.
+    # The default link depends on the number of classes, which is known from the first batch.
     default = None
     first = stream.first
     if first is not None:
@@ -166,15 +165,15 @@ def _records_last_layer(fitted: FittedPosterior, stream: Stream) -> bool:
 
 
 def _tune_with_noise(fitted: FittedPosterior, stream: Stream) -> TunedFit:
-    """Find the best prior precision of a regression, and a common factor of its noise levels."""
-    # The search starts at the noise at which the curvature was measured, from which the posterior
-    # at any other σ is known.
+    """Find the best prior precision of a regression, and a common factor for its noise levels."""
+    # The search starts from the noise at which the curvature was measured, because the posterior at
+    # any other σ follows from it.
     likelihood = fitted.likelihood.for_same_curvature()
     fitted = fitted.with_likelihood(likelihood)
     residuals = fitted.residuals
     assert residuals is not None
-    # The grid is over γ = δ k²: it is the default grid of δ, multiplied by the k² estimated from
-    # the training residuals.
+    # The grid is over γ = δ k²: the default grid of δ, times the k² estimated from the training
+    # residuals.
     gammas = DEFAULT_GRID * (residuals.squared / residuals.num_targets)
     table = evaluate_grid_with_noise(
         partial(predictive.predictives_by_links, fitted),
@@ -210,7 +209,7 @@ def _check_per_output(sigma: str, loader: Batches) -> None:
 
 
 def _with_noise_per_output(tuned: TunedFit, data: Iterable[Batch]) -> TunedFit:
-    """Choose the noise of each output, but keep the posterior at the common factor."""
+    """Choose the noise of each output, but keep the posterior for the common factor."""
     fitted = tuned.fitted
     tuning = tuned.tuning
     assert isinstance(tuning.prior_precision, float)
@@ -247,10 +246,10 @@ def _ascending(grid: Float[Tensor, " grid"] | Sequence[float]) -> Float[Tensor, 
 def _representable(
     posterior: GaussianPosterior, points: Float[Tensor, " grid"]
 ) -> Float[Tensor, " representable"]:
-    """Leave out prior precisions that the posterior's dtype cannot represent.
+    """Leave out prior precisions that are too small or too large for the posterior's dtype.
 
     Raises:
-        ValueError: If the dtype can represent none of the prior precisions.
+        ValueError: If none of the prior precisions can be used.
     """
     representable = []
     for point in points:
@@ -266,11 +265,11 @@ def _representable(
 
 
 def links_to_try(default: Link | None, link: str | Link | None) -> list[Link]:
-    """List the links that the search compares, the simplest one first.
+    """List the links that the search compares, starting with the simplest.
 
     Args:
-        default: The default link of the likelihood. None if the likelihood has no links; the result
-            is then an empty list.
+        default: The default link of the likelihood, or None if it has no links, in which case the
+            result is empty.
         link: A `Link`, to use only this link; or the name of a formula, to try it at all
             temperatures; or None, to try the default formula and the probit at all temperatures.
     """
@@ -290,8 +289,8 @@ class Choice:
 
     Attributes:
         setting: The prior precision and the link.
-        flat: The indices of the range of prior precisions, around the chosen one, that are not
-            worse by more than a paired standard error.
+        flat: The indices of the prior precisions around the chosen one that are worse by at most
+            one paired standard error.
     """
 
     setting: Setting
@@ -301,10 +300,10 @@ class Choice:
 def choose(table: GridMetrics) -> Choice:
     """Choose the link, and the best prior precision for this link.
 
-    The chosen prior precision has the lowest value of the metric. If several values are equal, it
-    is the middle of their longest run. At a temperature other than 1, which can itself soften the
-    predictions, it is the smallest prior precision that is tied with the lowest value, for a
-    posterior as wide as the data allows.
+    The chosen prior precision has the lowest value of the metric. If several prior precisions share
+    this value, the middle of their longest run is chosen. A temperature other than 1 can itself
+    soften the predictions, so the smallest prior precision that is tied with the best one is chosen
+    then, which makes the posterior as wide as the data allows.
     """
     link = table.choose_link()
     num_points = len(table.finite_points)
@@ -328,7 +327,7 @@ def choose(table: GridMetrics) -> Choice:
         while best > 0 and table.is_tied(Setting(best - 1, link), Setting(lowest, link)):
             best -= 1
     # If a temperature was chosen, a larger prior precision may have a lower value than the chosen
-    # one. The comparisons are written such that NaN counts as worse.
+    # one. The comparisons are written so that NaN counts as worse.
     is_near = (values - values[best]).abs() <= table.standard_errors(sums - sums[best])
     is_worse = ~is_near & ~(values < values[best])
     low = best
@@ -341,7 +340,7 @@ def choose(table: GridMetrics) -> Choice:
 
 
 def summarise(table: GridMetrics, choice: Choice, metric: str) -> Tuning:
-    """Describe a choice and its alternatives, without σ."""
+    """Describe a choice and its alternatives; the result does not yet contain σ."""
     point, link = choice.setting
     flat = table.prior_precisions[choice.flat.start : choice.flat.stop]
     alternatives = _alternatives(table, choice.setting) if len(table.links) > 1 else ()
@@ -360,9 +359,9 @@ def summarise(table: GridMetrics, choice: Choice, metric: str) -> Tuning:
 def _with_temperatures(table: GridMetrics, choice: Setting) -> Link:
     """Return the chosen link, including the temperatures of draws and of the network.
 
-    A temperature that a search finds for the probit also corrects the errors of the probit, and
-    would be wrong for draws. The pairwise formula has smaller errors, so its best temperature at
-    the chosen prior precision is used for draws, if the search evaluated it.
+    The best temperature of the probit also corrects the errors of its formula, so it would be wrong
+    for draws. The pairwise formula has smaller errors. If it was part of the search, its best
+    temperature at the chosen prior precision is therefore used for draws.
     """
     link = table.links[choice.link]
     if len(table.links) == 1:
@@ -377,7 +376,7 @@ def _with_temperatures(table: GridMetrics, choice: Setting) -> Link:
 
 
 def _rows(table: GridMetrics, link: int, metric: str) -> list[Row]:
-    """List the metric of a link at every prior precision, ascending, for `Tuning.table`."""
+    """List the metric of a link at every prior precision in ascending order, for `Tuning.table`."""
     errors = table.standard_errors(table.sums[:, link]).tolist()
     rows: list[Row] = []
     for point in table.finite_points:
@@ -427,7 +426,7 @@ def _alternatives(table: GridMetrics, choice: Setting) -> tuple[Alternative, ...
 def _notes(
     table: GridMetrics, choice: Choice, alternatives: Sequence[Alternative]
 ) -> Iterator[str]:
-    """Explain a choice at an end of the search range, and why a lower score was not chosen."""
+    """Explain a choice at an end of the search range, and why a better score was not chosen."""
     point, link = choice.setting
     num_points = len(table.finite_points)
     is_flat = table.has_errors and len(choice.flat) == num_points
@@ -446,7 +445,7 @@ def _notes(
 
 
 def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
-    """Note that the best prior precision is the first or the last value of the grid."""
+    """Explain that the best prior precision is the first or the last value of the grid."""
     delta = table.prior_precisions[point]
     at_this_noise = "" if table.sigma_factors is None else " (sigma then stays as it is now)"
     if point == 0:
@@ -463,7 +462,7 @@ def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
 
 
 def _notes_on_temperature_ends(link: Link) -> Iterator[str]:
-    """Note that a link's temperature is the lowest or the highest temperature tried."""
+    """Explain that the best temperature is the lowest or the highest temperature tried."""
     temperature = link.temperature
     if temperature == TEMPERATURES[0]:
         end = "smallest"
@@ -482,7 +481,7 @@ def _notes_on_temperature_ends(link: Link) -> Iterator[str]:
 def _notes_on_lower_scores(
     table: GridMetrics, choice: Setting, alternatives: Sequence[Alternative]
 ) -> Iterator[str]:
-    """Explain why an alternative with a lower score was not chosen, if there is one."""
+    """Explain why an alternative with a better score was not chosen, if there is one."""
     lowest = min(alternatives, key=attrgetter("difference"))
     standard_error = float(table.standard_errors(table.sums[choice]))
     if not -lowest.difference > TIE_IN_STANDARD_ERRORS * standard_error:
