@@ -1,1 +1,1 @@
-"""Interfaces of other libraries on top of the posteriors of this package."""
+"""Interfaces of other libraries, implemented with the posteriors of this package."""

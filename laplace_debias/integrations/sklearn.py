@@ -1,4 +1,4 @@
-"""Estimators of scikit-learn: `pip install laplace-debias[sklearn]`."""
+"""Estimators for scikit-learn; install them with `pip install laplace-debias[sklearn]`."""
 
 import copy
 import math
@@ -61,7 +61,7 @@ class _LaplaceEstimator(BaseEstimator):
         self.random_state = random_state
 
     def _check_arguments(self) -> None:
-        """Raise an error for arguments that would be invalid for any data."""
+        """Raise an error for arguments that are invalid for any data."""
         whole(self.epochs, "epochs")
         whole(self.batch_size, "batch_size")
         if isinstance(self.prior_precision, str) and self.prior_precision != "evidence":
@@ -91,7 +91,7 @@ class _LaplaceEstimator(BaseEstimator):
             )
 
     def _check_skorch_net(self) -> None:
-        """Require that a skorch net is trained with the loss of the likelihood."""
+        """Require that a skorch net is trained with the loss that matches the likelihood."""
         if self.optimizer is not None:
             raise ValueError(
                 "A skorch net already has an optimizer. Remove `optimizer=`, or pass a module."
@@ -112,12 +112,12 @@ class _LaplaceEstimator(BaseEstimator):
         Args:
             X: Inputs, `[n, ...]`.
             y: Class indices `[n]`, or targets of a regression `[n, C]`.
-            num_outputs: The number of classes, or of the outputs of a regression.
+            num_outputs: The number of classes, or of outputs of a regression.
             weights: Weights of the examples, `[n]`; None if each example counts once.
         """
         seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
         devices = range(torch.cuda.device_count())
-        # Hold the lock, because estimators in other threads of joblib would draw from the same
+        # The lock is held, because estimators in other threads of joblib draw from the same
         # generator.
         with GLOBAL_GENERATOR, torch.random.fork_rng(devices):
             torch.manual_seed(seed)
@@ -145,12 +145,13 @@ class _LaplaceEstimator(BaseEstimator):
         y: np.ndarray,
         weights: np.ndarray | None,
     ) -> None:
-        """Minimise the weighted mean loss over shuffled batches of nearly equal sizes."""
+        """Minimise the weighted mean loss over shuffled batches of nearly equal size."""
         inputs = _tensor(X, network)
         targets = _targets(y, likelihood, network)
         if weights is None:
             weights = np.ones(len(X))
-        # The batches' mean losses then have the weighted mean of all examples as their average.
+        # With relative weights, the average of the batch losses is the weighted mean over all
+        # examples.
         relative_weights = _tensor(weights / weights.mean(), network)
         optimizer = make_optimizer(network.parameters())
         num_batches = math.ceil(len(inputs) / self.batch_size)
@@ -164,7 +165,7 @@ class _LaplaceEstimator(BaseEstimator):
 
     @abstractmethod
     def _likelihood(self, row_shape: tuple[int, ...], num_outputs: int) -> str:
-        """Return the likelihood's name for a network whose output for one row has this shape."""
+        """Return the name of the likelihood for a network with this output shape per row."""
 
     def _fit_laplace(
         self,
@@ -200,7 +201,7 @@ class _LaplaceEstimator(BaseEstimator):
         self.laplace_ = la
 
     def _inputs(self, X: Any) -> Tensor:
-        """Return the inputs of a prediction in the form that the network takes.
+        """Validate the inputs of a prediction, and convert them for the network.
 
         Raises:
             NotFittedError: If nothing has been fitted.
@@ -212,17 +213,17 @@ class _LaplaceEstimator(BaseEstimator):
 
 
 class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
-    """A scikit-learn classifier with probabilities from a Laplace approximation.
+    """A scikit-learn classifier whose probabilities come from a Laplace approximation.
 
-    The network returns logits, `[n, C]` in the order of the sorted labels, or a single logit for
-    the second of two labels. Inputs are cast to the dtype of the network's parameters. The network
-    that you pass is not changed: `fit` copies it.
+    The network must return logits `[n, C]`, in the order of the sorted labels, or a single logit
+    for the second of two labels. Inputs are cast to the dtype of its parameters. The network that
+    you pass is not changed, because `fit` copies it.
 
     Args:
-        network: A trained module, or a skorch net, which `fit` trains if it has no history. With
-            `optimizer`, a module that `fit` trains from its current weights, or a function from
-            `(num_features, num_outputs)` to a new module. scikit-learn's `clone` keeps the weights
-            of a module and discards the training of a skorch net.
+        network: A trained module, or a skorch net, which `fit` trains unless it has a history. With
+            `optimizer`, a module that `fit` trains from its current weights, or a function of
+            `(num_features, num_outputs)` that returns a new module. scikit-learn's `clone` keeps
+            the weights of a module and discards the training of a skorch net.
         optimizer: A function from parameters to a torch optimizer, such as
             `functools.partial(torch.optim.Adam, lr=1e-2)`. Default: the network is already trained.
         epochs: Passes over the data to train the network with `optimizer`.
@@ -238,8 +239,9 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
 
     Raises:
         TypeError: If `network` or `optimizer` has an unsupported type. Raised by `fit`.
-        ValueError: If arguments contradict each other, there is only one class, or the outputs do
-            not match the classes. Raised by `fit`, which also raises the errors of `Laplace.fit`.
+        ValueError: If arguments contradict each other, there is only one class, or the network's
+            outputs do not match the classes. Raised by `fit`, which also raises the errors of
+            `Laplace.fit`.
 
     Example:
         >>> from functools import partial
@@ -258,14 +260,14 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
     _criteria = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss)
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "LaplaceClassifier":
-        """Train the network unless it is already trained, then fit the posterior.
+        """Train the network unless it is already trained, and then fit the posterior.
 
         Args:
             X: Inputs, `[n, d]`, or `[n, ...]` for a network that takes them.
             y: Labels, `[n]`.
-            sample_weight: Weights of the examples, `[n]`, for the training of the network and for
-                the posterior. An example of weight w counts as w examples. The number of examples
-                is the sum of the weights, rounded to a whole number.
+            sample_weight: Weights of the examples, `[n]`, for training the network and for fitting
+                the posterior. An example of weight w counts as w examples, and the number of
+                examples is the sum of the weights, rounded to a whole number.
         """
         self._check_arguments()
         X, y = validate_data(self, X, y, allow_nd=True)
@@ -295,18 +297,18 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
         return "classification"
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Return the probabilities of the classes, `[n, C]`, averaged over the posterior."""
+        """Return the class probabilities, `[n, C]`, averaged over the posterior."""
         inputs = self._inputs(X)
         predictive: Any = self.laplace_.predict(inputs)
         probs = predictive.probs.double()
         if isinstance(predictive, Bernoulli):
             probs = torch.stack([1 - probs, probs], 1)
-        # Normalise in float64, because scikit-learn's metrics warn if sums are 1 only in the
-        # network's dtype.
+        # The probabilities are normalised in float64, because scikit-learn's metrics warn about
+        # rounding errors of the network's dtype.
         return (probs / probs.sum(1, keepdim=True)).cpu().numpy()
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
-        """Return the logarithms of the probabilities of the classes, `[n, C]`."""
+        """Return the logarithms of the class probabilities, `[n, C]`."""
         inputs = self._inputs(X)
         predictive: Any = self.laplace_.predict(inputs)
         logits = predictive.logits.double()
@@ -321,16 +323,16 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
 
 
 class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
-    """A scikit-learn regressor with standard deviations from a Laplace approximation.
+    """A scikit-learn regressor whose standard deviations come from a Laplace approximation.
 
-    The network returns one output per target, `[n, C]`, or `[n]` for a single target. With
-    `likelihood="heteroscedastic"`, the noise differs between inputs, and the network predicts it:
-    it returns C means and then C log-variances, `[n, 2C]`. The network is copied and trained in the
-    same way as by `LaplaceClassifier`.
+    The network must return one output per target, `[n, C]`, or `[n]` for a single target. With
+    `likelihood="heteroscedastic"`, the noise differs between inputs and is predicted by the
+    network, which must return C means followed by C log-variances, `[n, 2C]`. The network is copied
+    and trained in the same way as in `LaplaceClassifier`.
 
     Args:
-        network: A trained module; with `optimizer`, a module or a function from
-            `(num_features, num_outputs)` to a new module; or, for `"regression"`, a skorch net.
+        network: A trained module or, for `"regression"`, a skorch net. With `optimizer`, a module
+            to train, or a function of `(num_features, num_outputs)` that returns a new module.
         likelihood: `"regression"` (the same noise for each input) or `"heteroscedastic"`.
         optimizer: A function from parameters to a torch optimizer. Default: the network is already
             trained. The loss is the mean squared error, or the NLL for `"heteroscedastic"`.
@@ -339,9 +341,9 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         curvature: The structure of the posterior; see `Laplace`.
         params: Which parameters are Bayesian; see `Laplace`.
         prior_precision: δ, or `"evidence"` for the largest marginal likelihood.
-        sigma: For `"regression"`: standard deviation of the noise, one number or one per target.
-            Default: estimated from the residuals of the training data; with
-            `prior_precision="evidence"`, it is then also tuned by the marginal likelihood.
+        sigma: For `"regression"`: standard deviation of the noise, one number or one per target. By
+            default, it is estimated from the training residuals and, with
+            `prior_precision="evidence"`, then tuned by the marginal likelihood.
         random_state: Seeds a new module's weights and the order of batches.
 
     Attributes:
@@ -400,13 +402,13 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         self.sigma = sigma
 
     def __sklearn_tags__(self) -> Tags:
-        """Return the tags of a regressor of one or several targets."""
+        """Return the tags of a regressor that supports several targets."""
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
 
     def _check_arguments(self) -> None:
-        """Raise an error for arguments that would be invalid for any data."""
+        """Raise an error for arguments that are invalid for any data."""
         if self.likelihood not in ("regression", "heteroscedastic"):
             raise ValueError(
                 f"Unknown likelihood={self.likelihood!r}. Use 'regression' or 'heteroscedastic'."
@@ -426,13 +428,13 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         super()._check_arguments()
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "LaplaceRegressor":
-        """Train the network unless it is already trained, then fit the posterior.
+        """Train the network unless it is already trained, and then fit the posterior.
 
         Args:
             X: Inputs, `[n, d]`, or `[n, ...]` for a network that takes them.
             y: Targets, `[n]` or `[n, C]`.
-            sample_weight: Weights of the examples, `[n]`; see `LaplaceClassifier.fit`. A noise
-                that was not passed is estimated from the weighted residuals.
+            sample_weight: Weights of the examples, `[n]`; see `LaplaceClassifier.fit`. Unless
+                `sigma` was passed, the noise is estimated from the weighted residuals.
         """
         self._check_arguments()
         X, y = validate_data(self, X, y, allow_nd=True, multi_output=True, y_numeric=True)
@@ -466,12 +468,12 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
     def predict(
         self, X: Any, return_std: bool = False
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """Return the mean of the targets, `[n]` or `[n, C]`, like the `y` that was passed to `fit`.
+        """Return the mean of the targets, `[n]` or `[n, C]` like the `y` passed to `fit`.
 
         Args:
             X: Inputs.
-            return_std: Whether to also return standard deviations, in the same shape. They include
-                the noise.
+            return_std: Whether to also return the standard deviations, in the same shape and
+                including the noise.
         """
         inputs = self._inputs(X)
         predictive = self.laplace_.predict(inputs)
@@ -481,10 +483,11 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         return mean, self._as_targets(predictive.variance.sqrt())
 
     def sample_y(self, X: Any, n_samples: int = 1, random_state: Any = 0) -> np.ndarray:
-        """Draw samples of the targets, jointly for all rows.
+        """Draw joint samples of the targets of all rows.
 
         Args:
-            X: Inputs. The covariance of all targets of all rows is formed, `[n·C, n·C]`.
+            X: Inputs. The covariance of all targets at all rows, `[n·C, n·C]`, must fit into
+                memory.
             n_samples: Number of samples.
             random_state: Seeds the draws.
 
@@ -498,8 +501,8 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         num_outputs = mean.numel() // num_rows
         size = num_rows * num_outputs
         joint = covariance.double().cpu().reshape(size, size)
-        # Cholesky might fail: the covariance of many rows is singular up to the network's rounding
-        # errors, and a small noise may be smaller than these errors.
+        # A Cholesky decomposition might fail: the covariance of many rows is singular up to
+        # rounding errors of the network, which may exceed a small noise.
         variances, directions = eigh((joint + joint.mT) / 2, "the functional covariance")
         root = directions * variances.clamp_min(0).sqrt()
         random = check_random_state(random_state)
@@ -516,13 +519,13 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         return samples[:, 0] if self._y_is_vector else samples
 
     def _as_targets(self, values: Tensor) -> np.ndarray:
-        """Return values per target in the shape of the `y` that was passed to `fit`."""
+        """Return one value per target, in the shape of the `y` passed to `fit`."""
         array = values.double().cpu().numpy().reshape(len(values), -1)
         return array[:, 0] if self._y_is_vector else array
 
 
 def _example_losses(likelihood: str, outputs: Tensor, targets: Tensor) -> Float[Tensor, " batch"]:
-    """Compute the loss with which a network is trained, for each example."""
+    """Compute the training loss of each example."""
     if likelihood == "classification":
         return F.cross_entropy(outputs, targets, reduction="none")
     if likelihood == "heteroscedastic":
@@ -536,13 +539,13 @@ def _example_losses(likelihood: str, outputs: Tensor, targets: Tensor) -> Float[
 
 
 def _is_skorch_net(network: Any) -> bool:
-    """Whether an object is a skorch net, which is possible only if skorch has been imported."""
+    """Whether an object is a skorch net; skorch itself is not imported for the check."""
     skorch = sys.modules.get("skorch")
     return skorch is not None and isinstance(network, skorch.NeuralNet)
 
 
 def _criterion_type(net: Any) -> type:
-    """Return the class of a skorch net's loss, which the net stores as a class or an instance."""
+    """Return the class of a skorch net's loss, which may be stored as a class or an instance."""
     return net.criterion if isinstance(net.criterion, type) else type(net.criterion)
 
 
@@ -562,7 +565,7 @@ def _trained_skorch_net(net: Any, X: np.ndarray, y: np.ndarray, weights: np.ndar
 def _weighted_examples(
     X: np.ndarray, y: np.ndarray, sample_weight: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return the inputs, targets and weights of the examples whose weight is not zero."""
+    """Return the inputs, targets and weights of all examples with positive weight."""
     if sample_weight is None:
         return X, y, None
     weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
@@ -571,7 +574,7 @@ def _weighted_examples(
 
 
 def _check_numbers(X: np.ndarray) -> None:
-    """Require numbers, because scikit-learn also accepts dates and categories of strings."""
+    """Require numbers, because the validation of scikit-learn also accepts dates and strings."""
     if X.dtype.kind not in "biuf":
         raise ValueError(
             f"X contains values of type {X.dtype}, but the network takes numbers. Encode "
@@ -581,7 +584,7 @@ def _check_numbers(X: np.ndarray) -> None:
 
 
 def _tensor(values: np.ndarray, network: nn.Module) -> Tensor:
-    """Return numbers on the device of the network's parameters and in their dtype."""
+    """Convert an array to a tensor with the device and dtype of the network's parameters."""
     parameter = _first_parameter(network)
     return torch.tensor(values, dtype=parameter.dtype, device=parameter.device)
 
@@ -591,7 +594,7 @@ def _first_parameter(network: nn.Module) -> Tensor:
 
 
 def _targets(y: np.ndarray, likelihood: str, network: nn.Module) -> Tensor:
-    """Return class indices as integers, and numbers in the network's dtype."""
+    """Convert class indices to integers, and other targets to the network's dtype."""
     if likelihood == "classification":
         # Half precision would round large indices.
         return torch.tensor(y, dtype=torch.long, device=_first_parameter(network).device)
@@ -605,7 +608,7 @@ def _residual_deviations(
     batch_size: int,
     weights: np.ndarray | None,
 ) -> list[float]:
-    """Return the root weighted mean squares of the training residuals, one per target."""
+    """Return the weighted root mean square of the training residuals for each target."""
     with torch.no_grad():
         outputs = torch.cat([network(x) for x in _tensor(X, network).split(batch_size)])
     residuals = outputs.double().cpu().numpy().reshape(y.shape) - y

@@ -1,8 +1,9 @@
-"""The names, arguments and shapes of laplace-torch.
+"""A drop-in replacement for laplace-torch, with its names, arguments and shapes.
 
-Code that was written for laplace-torch runs with one changed import:
+Code written for laplace-torch runs with a single changed import:
 `from laplace_debias.compat.laplace_torch import Laplace, marglik_training`. Arguments and methods
-without an equivalent raise an error. The reference of this module lists them, with replacements.
+without an equivalent raise an error; the reference page of this module lists them and their
+replacements.
 """
 
 from typing import NoReturn
@@ -36,10 +37,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Explain what to use instead of a class of laplace-torch that this module does not have.
+    """Raise an error that explains what to use instead of a missing class of laplace-torch.
 
     Raises:
-        ImportError: For such a class. Python replaces an `AttributeError` by its own message.
+        ImportError: For a class of laplace-torch, because Python would replace the message of an
+            `AttributeError`.
         AttributeError: For any other name.
     """
     if name in ABSENT_CLASSES:

@@ -1,4 +1,4 @@
-"""Messages for the names of laplace-torch that this module does not have."""
+"""Messages for names of laplace-torch that the drop-in module does not provide."""
 
 from laplace_debias.laplace.wrong_names import explains_arguments
 
@@ -52,7 +52,7 @@ ABSENT_CLASSES = {
     "SubsetOfWeights": _STRING.format("last_layer"),
     "TuningMethod": _STRING.format("marglik"),
 }
-"""The classes of laplace-torch that are absent here, and what to use instead."""
+"""The classes of laplace-torch that are missing here, and what to use instead."""
 
 ABSENT_ATTRIBUTES = {
     "H": "Use la.posterior.posterior.curvature, the operator of the mean loss.",
@@ -61,7 +61,7 @@ ABSENT_ATTRIBUTES = {
     "loss": "Use -la.log_likelihood.",
     "n_outputs": "Use la(x).shape[-1].",
 }
-"""The attributes of laplace-torch's classes that are absent here, and what to use instead."""
+"""The attributes of laplace-torch's classes that are missing here, and what to use instead."""
 
 ABSENT_ARGUMENTS = {
     "dict_key_x": _MAPPING,
@@ -76,7 +76,7 @@ ABSENT_ARGUMENTS = {
     "seed": "The choice of examples depends only on the order of the data. Leave it out.",
     "verbose": "The result is la.prior_precision. Leave it out.",
 }
-"""The arguments of laplace-torch's functions that are absent here, and what to do instead."""
+"""The arguments of laplace-torch's functions that are missing here, and what to do instead."""
 
 explains_absent_arguments = explains_arguments(ABSENT_ARGUMENTS)
-"""Explain, in the error for an absent argument of laplace-torch, what to do instead."""
+"""Explain what to do instead in the error for a missing argument of laplace-torch."""

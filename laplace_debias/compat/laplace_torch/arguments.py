@@ -1,4 +1,4 @@
-"""The named arguments of laplace-torch, and the corresponding options of this package."""
+"""Translation of laplace-torch's arguments into options of this package."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -25,9 +25,10 @@ LINKS = ("probit", "mc", *BRIDGES)
 
 
 def checked_name(argument: str, value: str, names: Collection[str]) -> str:
-    """Return the supported name that equals a string or a member of an enumeration.
+    """Return the supported name that a string or a member of an enumeration is equal to.
 
-    The members of laplace-torch's enumerations are strings, but `torch.load` does not accept them.
+    A plain string is returned, because `torch.load` rejects the members of laplace-torch's
+    enumerations.
     """
     for name in names:
         if value == name:
@@ -38,7 +39,7 @@ def checked_name(argument: str, value: str, names: Collection[str]) -> str:
 
 
 def check_applies(argument: str, option: str, required: str, value: str) -> None:
-    """Require that an option has the only value to which another argument applies."""
+    """Require that an option has the only value with which an argument can be used."""
     if value != required:
         raise ValueError(
             f'`{argument}` applies only to {option}="{required}", got {value!r}. Remove '
@@ -56,7 +57,7 @@ def check_has_layers(structure: str) -> None:
 
 
 def fisher_of_backend(backend: type | str | None, backend_kwargs: Mapping[str, Any]) -> str:
-    """Infer the type of Fisher matrix from the end of the name of laplace-torch's backend."""
+    """Infer the type of Fisher matrix from the name of a laplace-torch backend."""
     name = getattr(backend, "__name__", str(backend))
     unknown = sorted(backend_kwargs.keys() - {"stochastic"})
     if unknown:
@@ -81,7 +82,7 @@ def names_in_layer(layer: nn.Module, network: nn.Module) -> list[str]:
 
 
 def batch_hook(likelihood: str) -> BatchHook | None:
-    """Return the function that reads batches for a likelihood, or None for the default function."""
+    """Return the function that reads batches for a likelihood; None for the default one."""
     return _first_is_preferred if likelihood == "reward_modeling" else None
 
 
@@ -97,7 +98,7 @@ def _first_is_preferred(batch: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
 
 
 def scalar_or_vector(value: float | Tensor) -> float | Tensor:
-    """Return a number for a tensor with a single entry, and vectors unchanged."""
+    """Convert a tensor with a single entry to a scalar, and return other values unchanged."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.reshape(())
     return value

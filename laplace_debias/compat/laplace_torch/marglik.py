@@ -1,4 +1,4 @@
-"""Training by the marginal likelihood with the names of laplace-torch."""
+"""Training with the marginal likelihood under the names of laplace-torch."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,9 +49,10 @@ def marglik_training(
     fix_sigma_noise: bool = False,
     enable_backprop: bool = False,
 ) -> tuple[Laplace, nn.Module, list[float], list[float]]:
-    """Train a network, and choose prior precision and noise by the marginal likelihood.
+    """Train a network, and learn its prior precision and noise from the marginal likelihood.
 
-    `laplace_debias.training.marginal_likelihood_training` does the work.
+    This is `laplace_debias.training.marginal_likelihood_training` with the arguments of
+    laplace-torch.
 
     Args:
         model: The network, which is trained in place and ends in eval mode.
@@ -59,30 +60,32 @@ def marglik_training(
         likelihood: `"classification"` or `"regression"`.
         hessian_structure: `"kron"`, `"full"` or `"diag"`.
         backend: A backend of laplace-torch, or its name; see `Laplace`.
-        optimizer_cls: The class of the optimizer of the weights.
+        optimizer_cls: The optimizer class for the weights.
         optimizer_kwargs: Options of the optimizer. `weight_decay` is set to 0, because the prior
             replaces it.
         scheduler_cls: A learning-rate scheduler class. The scheduler steps after each batch.
         scheduler_kwargs: Options of `scheduler_cls`.
         n_epochs: The number of epochs.
-        lr_hyp: The learning rate of prior precision and noise.
+        lr_hyp: The learning rate for prior precision and noise.
         prior_structure: `"layerwise"` for one prior precision per block, or `"scalar"`.
         n_epochs_burnin: The epoch with the first fit, counted from 1. 0 also means the first epoch.
-        n_hypersteps: Steps on prior precision and noise after each fit.
+        n_hypersteps: The number of steps on prior precision and noise after each fit.
         marglik_frequency: The number of epochs between two fits.
         prior_prec_init: The prior precision at the start, divided by the temperature.
-        sigma_noise_init: The noise of a regression if it is fixed, otherwise 1.
+        sigma_noise_init: The noise of a regression if `fix_sigma_noise` is true; must otherwise be
+            1.
         temperature: T.
-        fix_sigma_noise: Whether the noise of a regression is `sigma_noise_init` throughout.
+        fix_sigma_noise: Whether to keep the noise of a regression at `sigma_noise_init`.
         enable_backprop: Whether gradients of predictions flow back to the inputs.
 
     Returns:
-        The posterior at the largest marginal likelihood; the model with these weights; the
-        negative log marginal likelihood and the loss, both once per fit.
+        The posterior with the largest marginal likelihood; the model with the corresponding
+        weights; the negative log marginal likelihoods; and the losses. Both lists have one entry
+        per fit.
 
     Raises:
         NotImplementedError: If `prior_structure` is `"diag"`, or `"layerwise"` with
-            `hessian_structure="full"`, or if the noise is optimised from a start other than 1.
+            `hessian_structure="full"`, or if the noise is optimised but does not start at 1.
         ValueError: If a name is unknown, if `scheduler_kwargs` is passed without `scheduler_cls`,
             or if a noise is passed for a classification.
     """

@@ -1,6 +1,6 @@
-"""Priors with a precision per parameter: the posterior, its evidence, and the best precisions.
+"""Priors with one precision per parameter: posterior, evidence and best precisions.
 
-Such a prior replaces the prior precision of a fit whose curvature is diagonal or the full matrix.
+Such a prior replaces the prior precision of a fit with a diagonal or full curvature matrix.
 """
 
 import torch
@@ -20,7 +20,7 @@ STRUCTURES = ("diag", "full")
 
 
 class ParameterwisePrior:
-    """A prior precision per parameter, which replaces the prior precision of a fit.
+    """A prior with one precision per parameter, which replaces the prior precision of a fit.
 
     Args:
         precisions: The prior precisions, `[D]`.
@@ -33,7 +33,7 @@ class ParameterwisePrior:
         self._latest: tuple[FittedPosterior, Laplace] | None = None
 
     def check_size(self, parameters: ParameterBlocks) -> None:
-        """Require as many precisions as parameters, and a structure that supports them."""
+        """Require one precision per parameter, and a structure that supports them."""
         size = len(self.precisions)
         if self._hessian_structure not in STRUCTURES or size != parameters.size:
             raise ValueError(
@@ -44,10 +44,10 @@ class ParameterwisePrior:
             )
 
     def posterior(self, fitted: FittedPosterior) -> Laplace:
-        """Return the posterior of a fit for these precisions and the fit's prior mean.
+        """Return the posterior of a fit under these precisions and the prior mean of the fit.
 
-        The posterior of the latest fit is cached. Do not change its noise or its temperature;
-        change the noise or the temperature of the fit instead.
+        The posterior of the latest fit is cached, so do not change its noise or its temperature;
+        change those of the fit instead.
 
         Raises:
             ValueError: If the fit has a different number of parameters.
@@ -70,14 +70,14 @@ def parameterwise_log_marginal_likelihood(
     precisions: Float[Tensor, " parameters"],
     log_factor: Float[Tensor, ""],
 ) -> Float[Tensor, ""]:
-    """Compute the log marginal likelihood of a fit with a precision for each parameter.
+    """Compute the log marginal likelihood of a fit under one prior precision per parameter.
 
     The result is differentiable in the precisions and the factor.
 
     Args:
         fitted: The fit.
         precisions: The prior precisions.
-        log_factor: The logarithm of the number that multiplies the fit's noise.
+        log_factor: The logarithm of the factor by which the noise of the fit is multiplied.
     """
     data_precision = (-2 * log_factor).exp() * _data_precision(fitted)
     if data_precision.ndim == 1:
@@ -97,13 +97,12 @@ def best_precisions(
 ) -> Float[Tensor, " parameters"]:
     r"""Compute the prior precision of each parameter that maximises the marginal likelihood.
 
-    With a diagonal precision h of the data and the distance d from the prior's mean, the optimum is
-    the root of $h / (h + \delta) = \delta d^2$. A parameter without curvature has no optimum.
+    For data precision h and distance d from the prior mean, the optimum is the root of
+    $h / (h + \delta) = \delta d^2$. A parameter without curvature has no optimum.
 
     Args:
         fitted: The fit, with a diagonal curvature.
-        shared: The prior precision that is best for all parameters together. Parameters without
-            curvature get this precision.
+        shared: The best common prior precision, which parameters without curvature get.
     """
     h = _data_precision(fitted)
     squared_distances = fitted.posterior.displacement.double().square()

@@ -65,29 +65,30 @@ class Laplace:
     """A Laplace approximation with the names and defaults of laplace-torch.
 
     Args:
-        model: The trained network. It is not changed: draws of the parameters are evaluated on a
-            copy.
-        likelihood: `"classification"`, `"regression"` or `"reward_modeling"`. With
-            `"reward_modeling"`, the network has one output, and is fitted to pairs `[B, 2, ...]`
-            and the index of the preferred input.
+        model: The trained network, which is not changed: samples of the parameters are evaluated on
+            a copy.
+        likelihood: `"classification"`, `"regression"` or `"reward_modeling"`. For
+            `"reward_modeling"`, the network has a single output, and the data consists of pairs of
+            inputs `[B, 2, ...]` and the index of the preferred one.
         subset_of_weights: `"last_layer"`, `"all"` or `"subnetwork"`.
         hessian_structure: `"kron"`, `"full"`, `"diag"`, `"lowrank"` or `"gp"`.
-        sigma_noise: Standard deviation of a regression's noise.
-        prior_precision: One number, or one per block (a layer in laplace-torch). For `"diag"` and
-            `"full"`, it may also be one number per parameter.
+        sigma_noise: Standard deviation of the noise of a regression.
+        prior_precision: One number, or one per block (one per layer in laplace-torch). For `"diag"`
+            and `"full"`, also one per parameter.
         prior_mean: One number, or one per parameter.
         temperature: T.
         enable_backprop: Whether gradients of predictions flow back to the inputs.
-        subnetwork_indices: For `"subnetwork"`: indices of entries of the flattened parameters.
+        subnetwork_indices: For `"subnetwork"`: indices of the Bayesian entries of the flattened
+            parameters.
         last_layer_name: Name of the last layer. Default: it is found automatically.
         n_subset: For `"gp"`: the number of training examples that span the posterior. Default: all.
         independent_outputs: For `"gp"`: whether each output has its own Gaussian process.
-        backend: A backend of laplace-torch, or its name. Names that end with `GGN` mean the exact
-            Fisher matrix, and names that end with `EF` mean the empirical Fisher matrix.
-        backend_kwargs: `{"stochastic": True}` for the Fisher matrix of drawn labels.
+        backend: A backend of laplace-torch, or its name. Names that end with `GGN` select the exact
+            Fisher matrix, and names that end with `EF` the empirical one.
+        backend_kwargs: `{"stochastic": True}` for a Fisher matrix with sampled labels.
 
     Raises:
-        NotImplementedError: If there is no equivalent of the combination of arguments.
+        NotImplementedError: If this package has no equivalent of the combination of arguments.
         ValueError: If a name is unknown.
 
     Example:
@@ -167,8 +168,8 @@ class Laplace:
             independent_outputs=independent_outputs,
             batch=batch_hook(likelihood),
         )
-        # This prior replaces the prior precision of the fit. Before the first fit of a last layer,
-        # it is not known whether several precisions are per parameter or per block.
+        # If set, this prior replaces the prior precision of the fit. Until the first fit has found
+        # the last layer, several precisions may be meant per parameter or per block.
         self._prior: ParameterwisePrior | None = None
         self.prior_precision = prior_precision
 
@@ -190,8 +191,8 @@ class Laplace:
     def posterior(self) -> Posterior:
         """The underlying `laplace_debias.Laplace`, with the current prior.
 
-        You can replace it by another posterior of the same network, likelihood and structure. The
-        prior of the new posterior is then used.
+        You can replace it by another posterior of the same network, likelihood and structure, whose
+        prior is then used.
         """
         state = self._fit.state
         if self._prior is None or not isinstance(state, FittedPosterior):
@@ -204,12 +205,12 @@ class Laplace:
         self._prior = None
 
     def fit(self, train_loader: Batches, override: bool = True, progress_bar: bool = False) -> None:
-        """Fit the posterior to all the data in a loader.
+        """Fit the posterior to all data in a loader.
 
         Args:
             train_loader: Batches `(x, y)`.
-            override: Whether to forget earlier data. If False, the new data are added to the
-                earlier data; see `laplace_debias.Laplace.update`.
+            override: Whether to forget earlier data. If false, the new data are added to them; see
+                `laplace_debias.Laplace.update`.
             progress_bar: Whether to show a progress bar.
 
         Raises:
@@ -220,8 +221,7 @@ class Laplace:
         else:
             self._fit.update(train_loader, progress=progress_bar)
         if self._prior is not None:
-            # From now on, the blocks and the parameters of a last layer are known, so the
-            # precisions can be checked.
+            # The parameters of a last layer are known only now, so the precisions are checked here.
             self.prior_precision = self._prior.precisions
 
     def __call__(
@@ -234,17 +234,17 @@ class Laplace:
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Predict: probabilities `[B, C]`, or a regression's mean and covariance without noise.
+        """Predict probabilities, or the mean and the covariance of a regression without noise.
 
-        Rewards are predicted for single inputs, as a regression's outputs.
+        Rewards are predicted for single inputs, like the outputs of a regression.
 
         Args:
             x: Inputs, `[B, ...]`.
-            pred_type: `"glm"` for the linearised network, `"nn"` for networks with drawn weights,
-                `"gp"` for `hessian_structure="gp"`, for which it is the same as `"glm"`.
+            pred_type: `"glm"` for the linearised network, or `"nn"` for networks with sampled
+                weights. With `hessian_structure="gp"`, `"gp"` means the same as `"glm"`.
             joint: Whether to return the covariance between all outputs of all inputs.
             link_approx: `"probit"`, `"bridge"`, `"bridge_norm"` or `"mc"`.
-            n_samples: Draws of `"mc"` and `"nn"`.
+            n_samples: Number of draws for `"mc"` and `"nn"`.
             diagonal_output: Whether to leave out covariances between outputs.
             generator: Seeds the draws.
 
@@ -288,7 +288,7 @@ class Laplace:
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw outputs, either of the linearised network or of networks with sampled weights.
+        """Draw outputs of the linearised network or of networks with sampled weights.
 
         Raises:
             NotImplementedError: With `enable_backprop`, if `pred_type="nn"` and the inputs require
@@ -326,11 +326,11 @@ class Laplace:
     def sample(
         self, n_samples: int = 100, generator: torch.Generator | None = None
     ) -> Float[Tensor, "samples parameters"]:
-        """Draw parameters."""
+        """Draw samples of the parameters, `[S, D]`."""
         return self.posterior.sample(n_samples, generator)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """Compute the log-density of parameters; its constant part is optional."""
+        """Compute the log-density of parameters, without its constant if `normalized` is false."""
         log_prob = self.posterior.posterior.log_prob(value)
         if normalized:
             return log_prob
@@ -339,7 +339,7 @@ class Laplace:
     def log_marginal_likelihood(
         self, prior_precision: Tensor | float | None = None, sigma_noise: Tensor | None = None
     ) -> Float[Tensor, ""]:
-        """Compute the log marginal likelihood, after setting any prior precision and noise passed.
+        """Set the prior precision and noise, if passed, and compute the log marginal likelihood.
 
         The result is differentiable in the prior precision and the noise.
         """
@@ -364,7 +364,7 @@ class Laplace:
     def functional_variance(
         self, Js: Float[Tensor, "batch outputs parameters"]
     ) -> Float[Tensor, "batch outputs outputs"]:
-        """Compute J Σ Jᵀ per input; Σ is the posterior covariance."""
+        """Compute J Σ Jᵀ for each input, with the posterior covariance Σ."""
         return torch.einsum("bkd,bcd->bkc", self._times_covariance(Js), Js)
 
     def functional_covariance(
@@ -395,16 +395,16 @@ class Laplace:
         link_approx: str = "probit",
         progress_bar: bool = False,
     ) -> None:
-        """Choose the prior precision by marginal likelihood, or by grid search on held-out data.
+        """Choose the prior precision by marginal likelihood or by grid search on held-out data.
 
-        A bounded search finds the optimum of the marginal likelihood. On held-out data, the metric
-        is the NLL of the predictive, which includes the noise of a regression.
+        The marginal likelihood is maximised by a bounded search. On held-out data, the metric is
+        the NLL of the predictive, which includes the noise of a regression.
 
         Raises:
-            NotImplementedError: If `pred_type="nn"` or `link_approx="mc"` is combined with a grid,
-                `prior_structure="diag"` with a structure other than `"diag"`, or `"layerwise"` with
-                a structure that does not consist of layers.
-            ValueError: If a name is unknown, or a grid is passed without `val_loader`.
+            NotImplementedError: If `pred_type="nn"` or `link_approx="mc"` is combined with a grid
+                search, `prior_structure="diag"` with a structure other than `"diag"`, or
+                `"layerwise"` with a structure that has no layer blocks.
+            ValueError: If a name is unknown, or a grid search is requested without `val_loader`.
         """
         method = checked_name("method", method, ("marglik", "gridsearch"))
         prior_structure = checked_name("prior_structure", prior_structure, PRIOR_STRUCTURES)
@@ -453,7 +453,7 @@ class Laplace:
 
     @property
     def prior_precision(self) -> Float[Tensor, " precisions"]:
-        """The prior precision: a single value `[1]`, one per block, or one per parameter."""
+        """The prior precision: a single value `[1]`, one value per block, or one per parameter."""
         if self._prior is not None:
             return self._prior.precisions
         return self._fit.prior_precision.reshape(-1)
@@ -465,7 +465,7 @@ class Laplace:
         parameters = state.parameters
         num_entries = torch.as_tensor(precision).numel()
         if parameters is None:
-            # The fit then checks the number of entries on its first batch.
+            # The number of entries is then checked by the fit, on its first batch.
             is_by_block = self._structure not in STRUCTURES
         else:
             is_by_block = num_entries == len(parameters.block_names)
@@ -490,7 +490,7 @@ class Laplace:
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
-        """The mean of the prior, one number or one per parameter."""
+        """The prior mean, one number or one per parameter."""
         return self.posterior.prior_mean
 
     @prior_mean.setter
@@ -499,16 +499,17 @@ class Laplace:
 
     @property
     def scatter(self) -> Float[Tensor, ""]:
-        """The squared distance of the parameters to the prior mean, times the prior precision.
+        """The squared distance from the prior mean, weighted by the prior precision.
 
-        With `independent_outputs`, each output has a copy of the parameters.
+        With `independent_outputs`, it is summed over the outputs, each of which has its own copy of
+        the parameters.
         """
         posterior = self._fit.posterior
         displacement = posterior.displacement.repeat(posterior.num_copies)
         return (self.prior_precision_diag * displacement.square()).sum()
 
     def square_norm(self, value: Float[Tensor, " parameters"]) -> Float[Tensor, ""]:
-        """Return the squared distance of parameters to the mean, times the posterior precision.
+        """Return the squared distance from the mean, weighted by the posterior precision.
 
         Args:
             value: Parameters, `[D]`.
@@ -528,7 +529,7 @@ class Laplace:
 
     @property
     def log_det_ratio(self) -> Float[Tensor, ""]:
-        """The log-determinant of the posterior precision minus the prior's log-determinant."""
+        """The log-determinant of the posterior precision minus `log_det_prior_precision`."""
         return self.log_det_posterior_precision - self.log_det_prior_precision
 
     @property
@@ -539,14 +540,14 @@ class Laplace:
 
     @property
     def sigma_noise(self) -> Tensor:
-        """The standard deviation of a regression's noise; 1 for the other likelihoods.
+        """The standard deviation of the noise of a regression; 1 for other likelihoods.
 
-        Setting it after a fit scales the curvature.
+        Setting it after a fit rescales the curvature.
 
         Raises:
             ValueError: If the likelihood is not `"regression"`, if the noise levels of several
-                outputs do not change by the same factor, or if the `backend` is for the empirical
-                Fisher matrix, whose curvature is not proportional to the inverse variance.
+                outputs do not change by the same factor, or if the fit used the empirical Fisher
+                matrix, which is not proportional to the inverse noise variance.
         """
         if self.likelihood == "regression":
             return self.posterior.sigma
@@ -567,12 +568,12 @@ class Laplace:
 
     @property
     def posterior_precision(self) -> Tensor | LinearOperator:
-        """The posterior precision as a matrix ("full"), a vector ("diag") or an operator."""
+        """The posterior precision: a matrix for "full", a vector for "diag", or an operator."""
         return self._in_shape(self.posterior.posterior.precision)
 
     @property
     def posterior_covariance(self) -> Tensor | LinearOperator:
-        """The posterior covariance: a matrix if `curvature="full"`, otherwise an operator."""
+        """The posterior covariance: a matrix for "full", otherwise an operator."""
         covariance = self.posterior.posterior.covariance
         return covariance.to_dense() if self._structure == "full" else covariance
 
@@ -583,7 +584,7 @@ class Laplace:
 
     @property
     def posterior_scale(self) -> Tensor | LinearOperator:
-        """A root of the covariance, as a symmetric matrix ("full") or vector ("diag")."""
+        """The symmetric root of the covariance, in the same form as `posterior_precision`."""
         return self._in_shape(self.posterior.posterior.scale)
 
     def _in_shape(self, operator: LinearOperator) -> Tensor | LinearOperator:
@@ -592,7 +593,7 @@ class Laplace:
         return diagonal(operator).value if self._structure == "diag" else operator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options and the posterior file (as a byte tensor), for `torch.save`.
+        """Return the options and the posterior file (as a tensor of bytes), for `torch.save`.
 
         If several processes have fitted the posterior, any of them can call this method.
         """
@@ -602,11 +603,11 @@ class Laplace:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a `state_dict` of an object that has the same options as this object.
+        """Load the `state_dict` of an object that has the same options as this one.
 
         Raises:
-            ValueError: If the state was not made by `state_dict`, belongs to a different model, or
-                has a different likelihood, structure or subset of the parameters.
+            ValueError: If the state was not returned by `state_dict`, or was saved for a different
+                model, likelihood, structure or subset of the parameters.
         """
         check_state(state_dict, self._options)
         batch = batch_hook(self.likelihood)
@@ -616,7 +617,7 @@ class Laplace:
 
     @property
     def _options(self) -> dict[str, str | None]:
-        """The options that a state must share with the object that loads it."""
+        """The options that a saved state and the object that loads it must have in common."""
         return {
             "likelihood": self.likelihood,
             "hessian_structure": self._structure,

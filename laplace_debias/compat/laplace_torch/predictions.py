@@ -20,7 +20,7 @@ def output_moments(
         posterior: The posterior.
         x: Inputs, `[B, ...]`.
         joint: Whether to compute the covariance between all outputs of all inputs.
-        diagonal_output: Whether to compute only variances. It has no effect with `joint`.
+        diagonal_output: Whether to compute only variances; has no effect with `joint`.
         differentiable: Whether gradients flow back to the inputs.
 
     Returns:
@@ -104,8 +104,8 @@ def _differentiable_draws(
     noise = standard_normal((n_samples, *mean.shape), mean, generator)
     if diagonal_output:
         return mean + noise * covariance.diagonal(dim1=1, dim2=2).sqrt()
-    # Only Cholesky's root always has derivatives. A root from eigenvectors, as in draws without
-    # gradients, has none where eigenvalues are equal.
+    # Draws without gradients use a root from eigenvectors, but its derivatives do not exist where
+    # eigenvalues are equal. The Cholesky root is always differentiable.
     root, info = torch.linalg.cholesky_ex(covariance)
     singular = info.nonzero().flatten().tolist()
     if singular:

@@ -1,4 +1,4 @@
-"""The search for a prior precision, by the marginal likelihood or on held-out data."""
+"""Searches for the prior precision, by marginal likelihood or on held-out data."""
 
 from jaxtyping import Float
 from torch import Tensor
@@ -13,7 +13,7 @@ PRIOR_STRUCTURES = ("scalar", "layerwise", "diag")
 
 
 def check_prior_structure(prior_structure: str, hessian_structure: str, method: str) -> None:
-    """Require that a search can choose several prior precisions for the structure of the fit."""
+    """Require that the search supports this prior structure for the structure of the fit."""
     if prior_structure == "diag" and (hessian_structure != "diag" or method != "marglik"):
         raise NotImplementedError(
             '`prior_structure="diag"` requires hessian_structure="diag" and method="marglik", '
@@ -26,15 +26,15 @@ def check_prior_structure(prior_structure: str, hessian_structure: str, method: 
 def maximise_marginal_likelihood(
     posterior: Posterior, prior_structure: str
 ) -> Float[Tensor, " parameters"] | None:
-    """Set the prior precision with the largest marginal likelihood.
+    """Set the prior precision that maximises the marginal likelihood.
 
     Args:
-        posterior: The posterior, whose noise does not change.
+        posterior: The posterior; its noise does not change.
         prior_structure: `"scalar"`, `"layerwise"` or `"diag"`.
 
     Returns:
-        For `"diag"`, the best prior precision of each parameter, which the posterior cannot hold.
-        It then has the best shared precision. Otherwise None.
+        For `"diag"`, the best prior precision of each parameter. The posterior cannot store these,
+        so it gets the best common precision. None for other structures.
     """
     per = "block" if prior_structure == "layerwise" else None
     posterior.tune_evidence(sigma=_fixed_noise(posterior), per=per)
@@ -53,20 +53,20 @@ def search_grid(
     link_approx: str,
     progress_bar: bool,
 ) -> None:
-    """Set the prior precision of a grid with the smallest NLL on held-out data.
+    """Set the prior precision from a grid that has the smallest NLL on held-out data.
 
     Args:
-        posterior: The posterior, whose noise does not change.
+        posterior: The posterior; its noise does not change.
         val_loader: Held-out batches `(x, y)`.
         grid: The prior precisions to try.
         prior_structure: Must be `"scalar"`.
         pred_type: `"glm"` or `"gp"`. Networks with sampled weights have no closed form.
-        link_approx: The link; it has no effect for a regression.
+        link_approx: The link; has no effect for a regression.
         progress_bar: Whether to show a progress bar.
 
     Raises:
-        ValueError: If there are no held-out data.
-        NotImplementedError: If the search would be over several precisions or needs samples.
+        ValueError: If no held-out data are passed.
+        NotImplementedError: If the search would need several precisions, or samples.
     """
     if val_loader is None:
         raise ValueError('`method="gridsearch"` needs held-out data. Pass `val_loader=`.')
@@ -92,5 +92,5 @@ def search_grid(
 
 
 def _fixed_noise(posterior: Posterior) -> bool | None:
-    """Return the argument `sigma` with which a search keeps the noise of a regression."""
+    """Return the value of `sigma=` for which tuning leaves the noise unchanged."""
     return False if posterior.likelihood.has_sigma else None

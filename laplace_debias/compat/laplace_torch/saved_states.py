@@ -1,4 +1,4 @@
-"""Saved states: the options of an object, and the posterior file as a tensor."""
+"""Saved states, which contain the options of an object and its posterior file as a tensor."""
 
 import tempfile
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from laplace_debias.laplace.laplace import Laplace as Posterior
 from laplace_debias.system.ranks import alone
 
 FILE = "laplace_debias"
-"""The entry of a state that holds the posterior file."""
+"""The key of the posterior file in a state."""
 PRECISIONS = "prior_precision"
-"""The entry of a state that holds a prior precision per parameter."""
+"""The key of the prior precisions in a state, if there is one per parameter."""
 
 
 def file_of_posterior(posterior: Posterior) -> UInt8[Tensor, " bytes"]:
@@ -34,7 +34,7 @@ def file_of_posterior(posterior: Posterior) -> UInt8[Tensor, " bytes"]:
 def posterior_of_file(
     content: UInt8[Tensor, " bytes"], model: nn.Module, batch: BatchHook | None
 ) -> Posterior:
-    """Load a posterior from the bytes of its file, for the model of the fit."""
+    """Load a posterior from the bytes of its file, for the model that was fitted."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "posterior.safetensors"
         path.write_bytes(content.cpu().numpy().tobytes())
@@ -42,7 +42,7 @@ def posterior_of_file(
 
 
 def check_state(state: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Require a state with the options of the object that loads it.
+    """Require that a state has the same options as the object that loads it.
 
     Raises:
         ValueError: If the state has no posterior file, or different options.
@@ -53,8 +53,7 @@ def check_state(state: Mapping[str, Any], options: Mapping[str, Any]) -> None:
             "of this class. A state of laplace-torch cannot be loaded."
         )
     for name, value in options.items():
-        # A state of an earlier version does not name the last layer, so the name cannot be
-        # compared.
+        # States of earlier versions do not contain the name of the last layer.
         is_known = name in state or name != "last_layer_name"
         if is_known and state.get(name) != value:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The classes of laplace-torch for each structure and subset of the weights."""
+"""The classes of laplace-torch for each combination of structure and subset of weights."""
 
 from typing import Any, ClassVar
 
@@ -13,8 +13,8 @@ class StructuredLaplace(Laplace):
     Args:
         model: The trained network.
         likelihood: `"classification"`, `"regression"` or `"reward_modeling"`.
-        *arguments: The arguments of `Laplace` that begin with `sigma_noise`, in their order.
-        **options: Arguments of `Laplace` by their names.
+        *arguments: Further positional arguments of `Laplace`, from `sigma_noise` on.
+        **options: Keyword arguments of `Laplace`.
 
     Example:
         >>> from torch import nn
@@ -55,7 +55,7 @@ class KronLaplace(StructuredLaplace):
 
 
 class LowRankLaplace(StructuredLaplace):
-    """A Laplace approximation that keeps the curvature's leading eigenvectors."""
+    """A Laplace approximation that keeps the leading eigenvectors of the curvature."""
 
     hessian_structure = "lowrank"
 
