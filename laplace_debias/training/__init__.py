@@ -1,4 +1,4 @@
-"""Curvature during training, and hyper-parameters by the marginal likelihood."""
+"""Curvature measured during training, and hyper-parameters from the marginal likelihood."""
 
 from laplace_debias.training.marginal_likelihood import (
     MarginalLikelihoodRun,

@@ -1,4 +1,4 @@
-"""The curvature of a single batch: the sums of its factors and of its squared gradients."""
+"""The curvature of a single batch: sums of its factors and of its squared gradients."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,20 +19,20 @@ from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.network.outputs import DeferredChecks
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 
-# Number of examples whose gradients are summed before they are squared.
+# The number of examples whose gradients are summed before they are squared.
 _EXAMPLES_PER_SUM = 8
 
 
 class SquaredSums(SquaredGradients):
-    r"""An accumulator of the squares of gradients that are summed over several examples.
+    r"""An accumulator that squares sums of the gradients of several examples.
 
     With random signs or sampled labels, the gradients of different examples are independent and
     have mean zero, so their products vanish on average:
 
     $$\mathbb E\big(\textstyle\sum_n J_n\big)^2 = \sum_n\mathbb E\,J_n^2.$$
 
-    A sum is a single matrix product and is rotated once, whereas separate gradients would each have
-    to be rotated.
+    A sum is a single matrix product and needs to be rotated only once, whereas each separate
+    gradient would have to be rotated.
 
     Reference: the Gauss-Newton-Bartlett estimator of Liu et al. (2024), "Sophia: a scalable
     stochastic second-order optimizer for language model pre-training".
@@ -42,8 +42,8 @@ class SquaredSums(SquaredGradients):
         """Compute the squares for a chunk of examples."""
         block = record.block
         if block.is_vector or block.is_one_hot or record.num_positions == 1:
-            # These gradients have few entries, or are outer products that are rotated in parts, so
-            # they need not be summed first.
+            # These gradients have few entries, or are outer products that can be rotated factor by
+            # factor, so summing them first would save nothing.
             return super().measure(record)
         output_directions, input_directions = self._directions[block]
         total: Tensor | None = None
@@ -60,7 +60,7 @@ class SquaredSums(SquaredGradients):
 def _summed_gradients(
     record: BlockRecord, examples: slice
 ) -> Float[Tensor, "columns *groups d_out d_in"]:
-    """Compute the weight's gradient for each column, summed over the given examples."""
+    """Compute the gradient of the weight for each column, summed over the given examples."""
     block = record.block
     calls = [
         block.rule.weight_gradients(record.layer, block, x[examples], g[:, examples])
@@ -70,23 +70,24 @@ def _summed_gradients(
 
 
 class BatchSums(Accumulator):
-    """The sums of one batch: its factors, and the squares along the directions.
+    """The sums over one batch: its factors, and the squares along the directions.
 
     Attributes:
-        factors: Sums the factors.
-        squares: Sums the squares along the directions; None if no squares are needed.
+        factors: The accumulator of the factors.
+        squares: The accumulator of the squares along the directions; None if no squares are needed.
     """
 
     needs_positions = True
 
     def __init__(self, context: FitContext) -> None:
-        # A batch is summed in the dtype of the model; the running sums have a different dtype.
+        # A batch is summed in the dtype of the model, which may differ from the dtype of the
+        # running sums.
         super().__init__(replace(context, factor_dtype=context.dtype))
         self.factors = FactorAccumulator(self.context)
         self.squares: SquaredGradients | None = None
 
     def begin(self) -> None:
-        """Forget the last batch."""
+        """Discard the sums of the last batch."""
         self.factors = FactorAccumulator(self.context)
         if self.squares is not None:
             self.squares.squares = {}
@@ -121,14 +122,14 @@ class BatchSums(Accumulator):
 
 
 class BatchMeasurements:
-    """The network with which batches are measured, after it was checked on the first batch.
+    """The network with which batches are measured; it has been checked on the first batch.
 
     Args:
         parameters: The Bayesian parameters and their blocks.
-        context: The context of the fit.
+        context: The network, its loss and its blocks.
 
     Attributes:
-        sums: The sums of the last batch that was measured.
+        sums: The sums of the batch that was measured last.
     """
 
     def __init__(self, parameters: ParameterBlocks, context: FitContext) -> None:
@@ -138,7 +139,7 @@ class BatchMeasurements:
         self._runner: ChunkRunner | None = None
 
     def measure(self, batch: Batch) -> DataTotals:
-        """Measure a batch, whose sums must be finite."""
+        """Measure a batch into `sums`, and require that they are finite."""
         self.sums.begin()
         if self._runner is None:
             self._runner = ChunkRunner(self.sums, batch.inputs)

@@ -1,4 +1,4 @@
-"""A copy of a network in training whose curvature can be computed."""
+"""A copy of a network that is being trained, for which the curvature can be computed."""
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from laplace_debias.curvature.network.unwrapping import unwrapped
 
 
 def eval_copy(model: nn.Module) -> nn.Module:
-    """Copy a model in eval mode; the copy shares the parameters and has its own buffers.
+    """Return a copy of a model in eval mode, which shares the parameters but has its own buffers.
 
     Raises:
         TypeError: If the model is not a module.

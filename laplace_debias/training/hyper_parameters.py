@@ -1,4 +1,4 @@
-"""Prior precisions and noise that take gradient steps towards a larger marginal likelihood."""
+"""Prior precisions and noise, optimised by gradient steps on the marginal likelihood."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,15 +15,15 @@ from laplace_debias.laplace.tuning.noise import rescaled
 
 @dataclass(eq=False)
 class HyperParameters:
-    """The logarithms of prior precisions and of the noise, and their optimizer.
+    """The logarithms of the prior precisions and of the noise, with their optimizer.
 
     Attributes:
-        log_deltas: log δ of every group.
-        groups: The group of every block.
-        log_noise: The logarithm of the noise relative to the noise at the start; None if the noise
-            is fixed.
-        initial: The likelihood at the start.
-        optimizer: Adam over these numbers.
+        log_deltas: log δ for each group of blocks.
+        groups: The index of the group of each block.
+        log_noise: The logarithm of the noise relative to the initial noise; None if the noise is
+            fixed.
+        initial: The likelihood with the initial noise.
+        optimizer: Adam, which updates these logarithms.
     """
 
     log_deltas: Float[Tensor, " groups"]
@@ -41,7 +41,7 @@ class HyperParameters:
         tunes_noise: bool,
         learning_rate: float,
     ) -> "HyperParameters":
-        """Make the hyper-parameters before the first step."""
+        """Create the hyper-parameters before the first step."""
         device = fitted.posterior.mean.device
         groups = torch.tensor(_groups(fitted, per), device=device)
         log_deltas = torch.full(
@@ -66,7 +66,7 @@ class HyperParameters:
         return cls(log_deltas, groups, log_noise, fitted.likelihood, optimizer)
 
     def deltas(self) -> Float[Tensor, " blocks"]:
-        """Return δ of every block, detached from the graph."""
+        """Return δ for each block, detached from the graph."""
         return self.log_deltas.detach().exp()[self.groups]
 
     def improve(self, fitted: FittedPosterior, steps: int) -> FittedPosterior:
@@ -83,7 +83,7 @@ class HyperParameters:
         return rescaled(fitted, factor, prior)
 
     def _log_factor(self, fitted: FittedPosterior) -> Float[Tensor, ""]:
-        """Compute the logarithm of the ratio of the current noise to the noise of a fit."""
+        """Compute the logarithm of the ratio between the current noise and the noise of a fit."""
         if self.log_noise is None:
             return torch.zeros((), dtype=torch.float64)
         assert isinstance(self.initial, Gaussian)
@@ -95,7 +95,7 @@ class HyperParameters:
 def log_marginal_likelihood(
     fitted: FittedPosterior, deltas: Float[Tensor, " blocks"], log_factor: Float[Tensor, ""]
 ) -> Float[Tensor, ""]:
-    r"""Compute log p(D) for other prior precisions, and noise that is multiplied by a factor k.
+    r"""Compute log p(D) for other prior precisions, with the noise multiplied by a factor k.
 
     $$-\tfrac1T\big(\ell + \tfrac12 Q(k^{-2} - 1) + M\log k\big) + \log p(\theta^*) +
     \tfrac D2\log 2\pi - \tfrac12\log\det\big(k^{-2}\tfrac NT C + \delta\big)$$
@@ -115,7 +115,7 @@ def log_marginal_likelihood(
 
 
 def _groups(fitted: FittedPosterior, per: str | None) -> list[int]:
-    """Return the index of the group of every block."""
+    """Return the index of the group of each block."""
     names = fitted.parameters.block_names
     if per is None:
         return [0] * len(names)

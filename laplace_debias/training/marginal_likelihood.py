@@ -1,4 +1,4 @@
-"""Training with prior precision and noise that maximise the marginal likelihood."""
+"""Training in which the prior precision and the noise maximise the marginal likelihood."""
 
 import copy
 import math
@@ -42,10 +42,10 @@ class MarginalLikelihoodRun:
 
     Attributes:
         laplace: The posterior at the epoch with the largest marginal likelihood. Its model has the
-            weights of this epoch and is in eval mode.
+            weights of that epoch and is in eval mode.
         epoch: The number of that epoch.
-        history: A row per fit: `epoch`, `loss` (the training objective per example, averaged over
-            the epoch), `log_marginal_likelihood` after the steps on the hyper-parameters,
+        history: One row per fit: `epoch`, `loss` (the training objective per example, averaged over
+            the epoch), `log_marginal_likelihood` (after the steps on the hyper-parameters),
             `prior_precision` (one number, or one per block) and, for a regression, `sigma`.
     """
 
@@ -61,8 +61,8 @@ class _BestFit:
     Attributes:
         fitted: The posterior.
         log_marginal_likelihood: Its log marginal likelihood.
-        epoch: The number of its epoch.
-        weights: A copy of the model's state at this epoch.
+        epoch: The epoch of the fit.
+        weights: A copy of the model's state at that epoch.
     """
 
     fitted: FittedPosterior
@@ -95,52 +95,53 @@ def marginal_likelihood_training(
     num_data: SupportsIndex | None = None,
     generator: torch.Generator | None = None,
 ) -> MarginalLikelihoodRun:
-    r"""Train a network, and choose prior precision and noise by marginal likelihood.
+    r"""Train a network, and learn its prior precision and noise from the marginal likelihood.
 
     The optimizer minimises $\sum_n \ell_n/T + \tfrac12\sum_b\delta_b\lVert\theta_b\rVert^2$,
     divided by N, over the weights. After every `every` epochs, a posterior is fitted to all data,
     and Adam takes `steps` steps on the logarithms of the prior precisions δ and of the noise,
     towards a larger Laplace approximation of the marginal likelihood. No validation data are
-    needed. The epoch with the largest marginal likelihood is kept.
+    needed. The weights and the posterior of the epoch with the largest marginal likelihood are
+    kept.
 
-    The temperature is not optimised, because a likelihood to the power 1/T is not normalised, so
-    its marginal likelihood grows with T without limit.
+    The temperature is not optimised: a likelihood to the power 1/T is not normalised, so its
+    marginal likelihood grows with T without bound.
 
     Args:
         model: The network, which is trained in place and ends in eval mode.
-        train_loader: Batches `(x, y)`, or `(x, y, weights)` with a weight for each example, read
-            once per epoch and once per fit. With weights, the mean loss of a batch is the weighted
+        train_loader: Batches `(x, y)`, or `(x, y, weights)` with one weight per example. They are
+            read once per epoch and once per fit. With weights, the loss of a batch is the weighted
             mean.
         likelihood: The likelihood; see `Laplace`.
-        optimizer: An optimizer of the model's parameters, whose `step()` needs no closure. Its
-            weight decay must be 0, because the prior replaces it.
+        optimizer: An optimizer for the model's parameters, whose `step()` must not need a closure.
+            Its weight decay must be 0, because the prior takes its place.
         epochs: The number of epochs.
-        scheduler: A learning-rate scheduler, which takes a step after each batch. It must not
+        scheduler: A learning-rate scheduler, which makes a step after each batch and must not
             depend on a metric.
         every: The number of epochs between two fits.
         burn_in: The number of epochs before the first fit.
-        patience: Stop after this many fits without a larger marginal likelihood. Default: all
-            epochs are run.
+        patience: Stop after this many consecutive fits without a larger marginal likelihood.
+            Default: run all epochs.
         per: Use one prior precision for each `"block"` or each `"kind"` of layer; see
-            `Laplace.tune_evidence`. Default: a single prior precision.
+            `Laplace.tune_evidence`. None means a single prior precision.
         steps: Steps on the hyper-parameters after each fit.
         learning_rate: Learning rate of the hyper-parameters.
         prior_precision: δ at the start.
-        sigma: Noise of `"regression"`, which is then fixed. Default: the noise is optimised,
-            starting at 1.
+        sigma: For `"regression"`: the standard deviation of the noise, which is then fixed. By
+            default, the noise is optimised, starting at 1.
         temperature: T of the likelihood.
         curvature: The curvature of the posteriors; see `Laplace`.
-        params: The Bayesian parameters. All other parameters have no prior.
+        params: The Bayesian parameters; all others have no prior.
         fisher: The Fisher matrix of the posteriors.
-        num_data: N, the number of training examples. It is needed if the loader leaves out examples
-            (`drop_last=True`) or draws a random part of the examples. Default: the number that the
-            loader reads in a pass.
+        num_data: Number of training examples N, which must be passed if the loader leaves out
+            examples (`drop_last=True`) or draws a random subset. Default: the number of examples in
+            one pass over the loader.
         generator: Seeds sampled labels and the shuffling of loaders. Default: torch's global
             generator.
 
     Raises:
-        ValueError: If an option is out of its range, the optimizer has a weight decay or none of
-            the Bayesian parameters, or a step of the optimizer or the scheduler needs an argument.
+        ValueError: If an option is out of range, if the optimizer has a weight decay or none of the
+            Bayesian parameters, or if a step of the optimizer or the scheduler needs an argument.
             Also raises the errors of `Laplace.fit`.
         FloatingPointError: If the training loss is no longer finite.
 
@@ -194,7 +195,7 @@ def marginal_likelihood_training(
         num_data=num_data,
         generator=generator,
     )
-    # Fit a posterior at the start, to find the blocks and the number of training examples.
+    # A posterior is fitted at the start, to find the blocks and the number of training examples.
     fitted = fits.fitted(train_loader, delta)
     check_optimizer(optimizer, model, fitted.parameters.names)
     hyper = HyperParameters.at_start(fitted, per, float(delta), tunes_noise, learning_rate)
@@ -252,7 +253,7 @@ def _check_options(
 
 
 def _initial_delta(prior_precision: float) -> Float[Tensor, ""]:
-    """Return the prior precision at the start, which must be one valid number."""
+    """Check and return the initial prior precision, which must be a single number."""
     delta = real(prior_precision, "prior_precision")
     if delta.ndim:
         raise TypeError(
@@ -265,14 +266,14 @@ def _initial_delta(prior_precision: float) -> Float[Tensor, ""]:
 
 @dataclass(eq=False)
 class _Fits:
-    """Fits of posteriors at the current weights.
+    """Everything that is needed to fit a posterior at the current weights.
 
     Attributes:
         model: The model, in any mode.
         likelihood: The likelihood with its current noise.
-        config: The curvature that a fit computes.
+        config: The options of the fits.
         temperature: T of the likelihood.
-        num_data: N; None to use the number of examples of a pass.
+        num_data: N; None to use the number of examples in one pass.
         generator: Seeds labels and loaders.
     """
 
@@ -285,11 +286,11 @@ class _Fits:
 
     @property
     def spec(self) -> ModelSpec:
-        """Return a copy of the model in eval mode together with the likelihood."""
+        """A copy of the model in eval mode, with the likelihood."""
         return ModelSpec.checked(eval_copy(self.model), self.likelihood, None, None)
 
     def fitted(self, loader: Batches, prior_precision: Tensor) -> FittedPosterior:
-        """Fit a posterior to all data for a copy of the model in eval mode."""
+        """Fit the posterior of a copy of the model in eval mode to all data."""
         setup = checked_setup(
             self.spec, self.config, prior_precision=prior_precision, temperature=self.temperature
         )
@@ -301,7 +302,7 @@ class Penalty:
     r"""The negative log-density of the prior, $\tfrac12\sum_b\delta_b\lVert\theta_b\rVert^2$.
 
     Args:
-        fitted: A posterior, whose blocks and N are used.
+        fitted: A posterior, from which the blocks and N are taken.
         deltas: δ of every block.
     """
 
@@ -326,7 +327,7 @@ def _train_epoch(
     optimizer: Optimizer,
     scheduler: LRScheduler | None,
 ) -> float:
-    """Train the weights for an epoch, and return the mean objective per example in nats."""
+    """Train the weights for one epoch, and return the mean objective per example, in nats."""
     model.train()
     plain = unwrapped(model)
     loss = NegativeLogLikelihood(fits.likelihood)
@@ -336,7 +337,7 @@ def _train_epoch(
     stream = fits.spec.stream(loader, device, fits.generator, takes_weights=True)
     for batch in stream:
         if not batch.total_weight:
-            continue  # A batch without examples that contribute to the loss has no mean loss.
+            continue  # If no example contributes to the loss, its mean is undefined.
         targets = batch.targets
         optimizer.zero_grad()
         outputs = call(model, batch.inputs)
@@ -364,7 +365,7 @@ def _train_epoch(
 
 
 def _restored(model: nn.Module, best: _BestFit) -> Laplace:
-    """Load the weights of the best epoch into the model, and return the posterior for the model."""
+    """Load the weights of the best epoch into the model, and return its posterior."""
     unwrapped(model).load_state_dict(best.weights)
     model.eval()
     spec = ModelSpec.checked(model, best.fitted.likelihood, None, None)

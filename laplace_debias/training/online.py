@@ -1,4 +1,4 @@
-"""Curvature of a network in training, measured on the batches of the training loop."""
+"""Curvature of a network during training, measured on the batches of the training loop."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -37,11 +37,11 @@ from laplace_debias.training.running import RUNNING_MAGNITUDES
 from laplace_debias.training.running_curvature import RunningCurvature, check_blocks
 
 MODE = "online"
-"""The name of this kind of fit, as the posterior displays it."""
+"""The name under which the posterior shows this kind of fit."""
 
 
 class OnlineCurvature:
-    r"""Curvature collected during training, debiased without a second batch.
+    r"""Curvature collected during training and debiased without a second batch.
 
     The directions are the eigenvectors of a running mean of the Kronecker factors of *earlier*
     batches, and are recomputed every `refresh` updates. The magnitudes are a running mean of the
@@ -50,52 +50,54 @@ class OnlineCurvature:
     $$\Lambda \leftarrow \beta\Lambda + \sum_{n,c}\big((U_G^\top\,\textstyle\sum_t g_{nct}
     a_{nt}^\top\,U_A)_{ij}\big)^2,$$
 
-    divided by the number of examples, which is discounted in the same way. A batch is not used for
-    the directions along which it is measured, so its extremes do not bias the magnitudes. When the
-    directions are refreshed, the magnitudes so far are projected onto the new directions.
+    divided by the number of examples, which is discounted in the same way. Because a batch does not
+    contribute to the directions along which it is measured, its extremes do not bias the
+    magnitudes. When the directions are refreshed, the existing magnitudes are projected onto the
+    new directions.
 
-    By default, every fourth batch is measured; `update` only counts the other batches. With random
-    signs or sampled labels, the gradients of a few examples are summed before they are squared,
-    because products of different examples' gradients vanish on average.
+    By default, only every fourth batch is measured, and `update` merely counts the others. With
+    random signs or sampled labels, the gradients of a few examples are summed before they are
+    squared, because products of gradients of different examples vanish on average.
 
     An update runs the batch through a copy of the network that shares its parameters. The copy is
-    in eval mode: it has no dropout, and uses the running statistics of batch normalisations. It
-    also follows changes of numbers that are attributes of modules, such as a temperature that is
-    lowered during training. The model itself, its gradients and its mode are not changed. In a
-    process group, each process measures its own batches, and nothing is communicated.
+    in eval mode: it has no dropout, and uses the running statistics of batch normalisations.
+    Numbers that are attributes of modules, such as a temperature that is lowered during training,
+    are copied before each measurement. The model itself, its gradients and its mode are not
+    changed. In a process group, each process measures its own batches without communication.
 
     While the weights change, the running means lag behind them by about `1 / (1 - decay)` batches.
 
     Args:
-        model: The network that is trained, on the device on which it remains.
+        model: The network that is trained. Move it to its final device first.
         likelihood: `"classification"` or a different likelihood; see `Laplace`.
-        decay: β, in (0, 1]. The running means are over about the last `1 / (1 - decay)` batches; 1
-            counts all batches equally, which suits weights that no longer change.
+        decay: β, in (0, 1]. The running means cover about the last `1 / (1 - decay)` batches; with
+            1, all batches count equally, which is suitable once the weights no longer change.
         refresh: The number of batches after which the directions are recomputed. The first
             directions are computed from the first batch.
-        every: One out of this many batches is measured. If all batches are measured (1), the
-            running means have less noise, but updates take longer.
-        curvature: `"ekfac"` for the equation above, or `"kfac"` for the products of the curvatures
-            of the two factors (Eq. 9), which takes less time.
+        every: One out of this many batches is measured. With 1, all batches are measured, so the
+            running means are less noisy but updates take longer.
+        curvature: `"ekfac"` for the equation above, or `"kfac"` for products of the two factors'
+            curvatures (Eq. 9), which is faster.
         params: Which parameters are Bayesian; see `Laplace`.
-        fisher: `"signs"` (the columns of the loss Hessian's root, added up with random signs: one
-            backward pass), `"mc"` (labels sampled from the model, one backward pass), `"exact"` (a
-            backward pass per output) or `"empirical"` (the true labels).
-        mc_samples: The number of random sums or labels per example for `fisher="signs"` and `"mc"`.
-        sigma: Noise of `"regression"`.
+        fisher: `"signs"` (the columns of a square root of the loss Hessian, summed with random
+            signs; one backward pass), `"mc"` (labels sampled from the model; one backward pass),
+            `"exact"` (one backward pass per output) or `"empirical"` (the true labels).
+        mc_samples: The number of sums with random signs (`fisher="signs"`) or of sampled labels
+            (`"mc"`) per example.
+        sigma: For `"regression"`: the standard deviation of the noise.
         prior_precision: δ of the posteriors.
         temperature: T of the posteriors.
         joint: Whether to treat the weight and the bias of a layer as one block.
         sharing: How to treat weights that are applied at several positions; see `Laplace`.
         backend: `"backpack"`, `"hooks"` or `"auto"`.
-        factor_dtype: The dtype of the running sums. The sums of one batch and the directions have
+        factor_dtype: The dtype of the running sums. The directions and the sums over one batch have
             the dtype of the model, so magnitudes are measured along rounded directions.
-        memory_bound: The limit of the working memory for output gradients, in bytes; see `Laplace`.
+        memory_bound: Limit on the working memory for output gradients, in bytes; see `Laplace`.
         class_dim: The dimension of the outputs that holds the classes. Default: the last one.
         generator: Seeds the signs or labels. Default: torch's global generator.
 
     Raises:
-        ValueError: If an option is out of its range.
+        ValueError: If an option is out of range.
         TypeError: If an option has the wrong type.
         NotImplementedError: If parameters are in half precision.
 
@@ -186,23 +188,23 @@ class OnlineCurvature:
 
     @property
     def num_updates(self) -> int:
-        """The number of batches so far, including those whose curvature was not measured."""
+        """The number of batches so far, including batches that were only counted."""
         return self._num_updates
 
     @torch.inference_mode(False)
     def update(self, x: Inputs, y: Tensor) -> None:
-        """Update the running means with the curvature of a batch at the current weights.
+        """Add the curvature of a batch, at the current weights, to the running means.
 
-        The first batch is measured, and every `every`-th batch after it. All other batches are only
+        The first batch is measured, and every `every`-th batch after it; all others are only
         counted.
 
         Args:
             x: Inputs, `[B, ...]`.
-            y: Targets, in the form that the likelihood takes.
+            y: Targets, in the form that the likelihood expects.
 
         Raises:
             ValueError: If a batch has no examples, or inputs, targets or outputs do not match the
-                model and the likelihood. Such a batch does not enter the running means.
+                model and the likelihood. The running means are then unchanged.
             TypeError: If inputs or targets have the wrong dtype.
             RuntimeError: If the model's parameters were moved or replaced, or autocast is enabled.
         """
@@ -216,23 +218,24 @@ class OnlineCurvature:
             self._follow_model(measurements.context)
             if self._is_refresh_due:
                 self._refresh_directions(measurements)
-            # Some checks take place at the end of the data. A batch that fails them is not added.
+            # The list makes all checks run, including those at the end of the data, before the
+            # batch is added.
             for batch in list(FitStream(stream, self._state.spec.likelihood)):
                 self._add(batch, measurements)
 
     def posterior(self, num_data: SupportsIndex) -> Laplace:
         """Build the posterior at the current weights.
 
-        The posterior is for a copy of the model in eval mode, `la.model`, so training can continue.
-        It can be saved, and loaded for a model with the same weights.
+        The posterior uses a copy of the model in eval mode, `la.model`, so training can continue.
+        It can be saved, and loaded later for a model with the same weights.
 
         Args:
-            num_data: N, the number of training examples.
+            num_data: Number of training examples N.
 
         Raises:
-            RuntimeError: If fewer than two batches have been measured, because there are no
-                directions of an earlier batch for the first batch; if no batch has been measured
-                since `load_state_dict`; or if the model's parameters were moved or replaced.
+            RuntimeError: If fewer than two batches have been measured, because the first batch has
+                no directions of an earlier batch; if no batch has been measured since
+                `load_state_dict`; or if the model's parameters were moved or replaced.
         """
         size = TrainingSize(whole(num_data, "num_data"))
         if self._loaded is not None:
@@ -273,11 +276,11 @@ class OnlineCurvature:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that `state_dict` returned.
+        """Restore a state that was returned by `state_dict`.
 
         Raises:
-            ValueError: If the state has different options, belongs to a different model, or is not
-                a state of this class.
+            ValueError: If the state has different options, was saved for a different model, or is
+                not a state of this class.
         """
         if "options" not in state or "blocks" not in state:
             raise ValueError(
@@ -285,7 +288,7 @@ class OnlineCurvature:
                 "a state that OnlineCurvature.state_dict() returned."
             )
         # A state without `every` was saved by an earlier version, which measured every batch. Other
-        # options that are missing from a state are unknown.
+        # options that are missing from a state cannot be compared.
         options = {**self._options, "every": 1, **state["options"]}
         for name, value in self._options.items():
             saved = options[name]
@@ -307,7 +310,7 @@ class OnlineCurvature:
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Return the options that must be the same in a saved state."""
+        """The options that a saved state must have in common with this object."""
         config = self._state.config
         return {
             "decay": self.decay,
@@ -324,13 +327,13 @@ class OnlineCurvature:
 
     @property
     def _is_refresh_due(self) -> bool:
-        """Whether the directions are recomputed before the next batch is measured."""
+        """Whether to recompute the directions before the next batch is measured."""
         count = self._num_updates
         previous = count - self.every
         return previous == 0 or (count > 0 and count // self.refresh > previous // self.refresh)
 
     def _prepare(self, stream: Stream) -> BatchMeasurements:
-        """Check the model on the first batch, and set up the network and its sums."""
+        """Check the model on the first batch, and set up the network that measures batches."""
         state = self._state
         parameters, context = examine(state, [stream], False, state.config.fisher)
         measurements = BatchMeasurements(parameters, context)
@@ -342,7 +345,7 @@ class OnlineCurvature:
         return measurements
 
     def _follow_model(self, context: FitContext) -> None:
-        """Copy all changes of training to the working copies, which share only the parameters."""
+        """Copy changed buffers and numbers to the working copies, which share only parameters."""
         self._check_parameters()
         plain = unwrapped(self.model)
         numbers = numbers_of(plain)
@@ -359,7 +362,7 @@ class OnlineCurvature:
                 own_buffers[name].copy_(buffer)
 
     def _check_parameters(self) -> None:
-        """Require that the model and the working copy still have the same parameters."""
+        """Require that the model and the working copy still share their parameters."""
         shared = dict(self._state.spec.model.named_parameters())
         for name, parameter in unwrapped(self.model).named_parameters():
             if name not in shared or shared[name].data_ptr() != parameter.data_ptr():
@@ -375,7 +378,7 @@ class OnlineCurvature:
         measurements.sums.squares = self._running.squares_accumulator(measurements.sums.context)
 
     def _add(self, batch: Batch, measurements: BatchMeasurements) -> None:
-        """Measure a batch, and add it to the running means if all of its sums are finite."""
+        """Measure a batch, and add it to the running means unless a sum is not finite."""
         batch = replace(batch, first_index=self._running.factors.totals.num_examples)
         totals = measurements.measure(batch)
         sums = measurements.sums
@@ -397,7 +400,7 @@ def _checked_decay(value: Any) -> float:
 
 
 def _check_parameters_of_state(saved: Sequence[str] | None, names: Sequence[str]) -> None:
-    """Require the Bayesian parameters that a saved state names; some states have no names."""
+    """Require that a saved state, if it contains names, has the same Bayesian parameters."""
     if saved is None or set(saved) == set(names):
         return
     differing = sorted(set(saved) ^ set(names))

@@ -1,4 +1,4 @@
-"""Checks of the optimizer and the scheduler with which a training loop updates the weights."""
+"""Checks of the optimizer and the scheduler of a training loop."""
 
 import inspect
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from laplace_debias.curvature.network.unwrapping import unwrapped
 
 
 def check_steps(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
-    """Require steps without arguments, because the training loop has none to pass."""
+    """Require that steps need no arguments, because the training loop has none to pass."""
     argument = _argument_of_step(optimizer)
     if argument is not None:
         raise ValueError(
@@ -31,8 +31,8 @@ def check_steps(optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
 def _argument_of_step(
     stepping: Optimizer | LRScheduler,
 ) -> str | None:
-    """Return the first argument that an object's `step` requires, or None if it needs none."""
-    # Look at the class, because a scheduler replaces the method of the optimizer object.
+    """Return the name of the first argument that `step` requires, or None if it requires none."""
+    # The method of the class is inspected, because a scheduler replaces it on the optimizer object.
     _, *parameters = inspect.signature(type(stepping).step).parameters.values()
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for parameter in parameters:
@@ -42,7 +42,7 @@ def _argument_of_step(
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, names: Sequence[str]) -> None:
-    """Require that the optimizer has Bayesian parameters and no weight decay."""
+    """Require that the optimizer updates Bayesian parameters, without weight decay for them."""
     plain = unwrapped(model)
     bayesian = {id(plain.get_parameter(name)) for name in names}
     trained = set[int]()

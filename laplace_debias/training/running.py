@@ -1,4 +1,4 @@
-"""Exponentially weighted sums of blocks' factors, and of curvature along directions."""
+"""Exponentially weighted sums of the factors of blocks, and of curvature along directions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layers.blocks import Block
 from laplace_debias.training.batch_sums import SquaredSums
 
-# The parts of each block: G and A, or the parts of the magnitudes.
+# The tensors of each block that are summed: G and A, or the parts of the magnitudes.
 BlockParts = Mapping[Block, Sequence[Factor]]
 # For each side of a block, the squared inner products of new and old directions, `[*groups, d, d]`.
 Overlaps = Sequence[Tensor | None]
@@ -33,9 +33,8 @@ class RunningSum:
         dtype: The dtype of S.
 
     Attributes:
-        parts: S of every block, one tensor per part.
-        totals: Totals of the examples, each of which is discounted once per later batch. The weight
-            of the totals is w.
+        parts: S for each block, one tensor per part.
+        totals: Totals of the examples, discounted once for each later batch. Their weight is w.
     """
 
     def __init__(self, decay: float, dtype: torch.dtype) -> None:
@@ -45,7 +44,7 @@ class RunningSum:
         self.totals = DataTotals()
 
     def update(self, parts: BlockParts, totals: DataTotals) -> None:
-        """Add a batch's sums over its examples; rows are multiplied out first."""
+        """Add the sums over a batch, with factors that are stored as rows multiplied out."""
         for block, batch_sums in _matrices(parts).items():
             if block not in self.parts:
                 self.parts[block] = [torch.zeros_like(s, dtype=self.dtype) for s in batch_sums]
@@ -55,10 +54,10 @@ class RunningSum:
 
 
 def _matrices(parts: BlockParts) -> dict[Block, list[Tensor]]:
-    """Return the parts of every block, and replace rows by their products.
+    """Return the parts of each block, with factors in rows replaced by their products.
 
-    If a layer has one position per example, the rows of G are the same for its bias and its weight.
-    Their products are computed only once.
+    If a layer has one position per example, its weight and its bias have the same rows of G, so
+    their products are computed only once.
     """
     matrices: dict[Block, list[Tensor]] = {}
     rows_of_weights: dict[str, Tensor] = {}
@@ -82,10 +81,10 @@ def _matrices(parts: BlockParts) -> dict[Block, list[Tensor]]:
 
 
 class RunningMagnitudes(ABC):
-    """Magnitudes of batches, and their running sum.
+    """A way to measure the magnitudes of batches, and their running sum.
 
     Attributes:
-        num_parts: The number of tensors of a block.
+        num_parts: The number of tensors per block.
     """
 
     num_parts: ClassVar[int]
@@ -96,7 +95,7 @@ class RunningMagnitudes(ABC):
     def accumulator(
         self, context: FitContext, bases: Mapping[Block, Eigenbasis]
     ) -> SquaredGradients | None:
-        """Return the accumulator that a batch needs besides its factors, or None."""
+        """Return the accumulator that a batch needs in addition to its factors, or None."""
         return None
 
     @abstractmethod
@@ -106,19 +105,20 @@ class RunningMagnitudes(ABC):
         factors: BlockParts,
         squares: Mapping[Block, Tensor],
     ) -> dict[Block, list[Tensor]]:
-        """Compute the sum over a batch's examples of the curvature along the directions."""
+        """Compute the curvature along the directions, summed over the examples of a batch."""
 
     @abstractmethod
     def rotate(self, block: Block, old: Eigenbasis, new: Eigenbasis, dtype: torch.dtype) -> None:
         """Project a block's running sum onto new directions.
 
-        The sum is first averaged over each old eigenspace. The data do not determine a basis of an
-        eigenspace, such as a null space, and the projection must not depend on the choice.
+        The sum is first averaged over each old eigenspace, because the data do not determine a
+        basis of an eigenspace, such as the null space, and the projection must not depend on its
+        choice.
 
         Args:
             block: The block.
             old: The directions along which the sum was measured.
-            new: The directions of the next batches.
+            new: The directions along which the next batches are measured.
             dtype: The dtype in which the directions were computed.
         """
 
@@ -128,7 +128,7 @@ class RunningMagnitudes(ABC):
 
 
 class FactorMagnitudes(RunningMagnitudes):
-    """K-FAC magnitudes: curvature of current batches' factors along the directions (Eq. 9)."""
+    """K-FAC magnitudes: the curvature of the current factors along the directions (Eq. 9)."""
 
     num_parts = 2
 
@@ -138,7 +138,7 @@ class FactorMagnitudes(RunningMagnitudes):
         factors: BlockParts,
         squares: Mapping[Block, Tensor],
     ) -> dict[Block, list[Tensor]]:
-        """Project a batch's factors."""
+        """Project the factors of a batch onto the directions."""
         measured = {}
         for block, (G, A) in factors.items():
             basis = bases[block].to(_dtype(G))
@@ -148,7 +148,7 @@ class FactorMagnitudes(RunningMagnitudes):
         return measured
 
     def rotate(self, block: Block, old: Eigenbasis, new: Eigenbasis, dtype: torch.dtype) -> None:
-        """Project the curvatures of G and A onto the new directions of their sides."""
+        """Project the curvatures of G and of A onto the respective new directions."""
         along = self.sums.parts[block]
         overlaps = overlaps_of_bases(new, old)
         for side, (overlap, pairs) in enumerate(zip(overlaps, old, strict=True)):
@@ -160,21 +160,21 @@ class FactorMagnitudes(RunningMagnitudes):
             along[side] = (overlap @ curvature).squeeze(-1).to(along[side].dtype)
 
     def mean(self, block: Block) -> Float[Tensor, "*groups d_out d_in"]:
-        """Return the product of the factors' mean curvatures."""
+        """Return the outer product of the mean curvatures of the two factors."""
         along_G, along_A = self.sums.parts[block]
         totals = self.sums.totals
         return outer(along_G / totals.weight, along_A / totals.input_divisor(block))
 
 
 class GradientMagnitudes(RunningMagnitudes):
-    """EKFAC magnitudes: squares of the coordinates of gradients along the directions."""
+    """EKFAC magnitudes: the squared components of the gradients along the directions."""
 
     num_parts = 1
 
     def accumulator(
         self, context: FitContext, bases: Mapping[Block, Eigenbasis]
     ) -> SquaredGradients:
-        """Return an accumulator of squares, of summed gradients if signs or labels are random."""
+        """Return an accumulator of squared gradients, or of squared sums for random labels."""
         if context.cotangents.fisher.is_random:
             return SquaredSums(context, bases)
         return SquaredGradients(context, bases)
@@ -216,7 +216,7 @@ def _dtype(factor: Factor) -> torch.dtype:
 
 
 def overlaps_of_bases(new: Eigenbasis, old: Eigenbasis) -> Overlaps:
-    """Square the products of new with old eigenvectors; a side where both are axes gets None."""
+    """Square the inner products of new and old eigenvectors; None for a side without any."""
     overlaps: list[Tensor | None] = []
     for (_, U_new), (_, U_old) in zip(new, old, strict=True):
         if U_new is None or U_old is None:

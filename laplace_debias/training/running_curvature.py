@@ -1,4 +1,4 @@
-"""The running curvature of a network in training, and its saved form."""
+"""The running curvature of a network during training, and its saved form."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,11 +18,11 @@ from laplace_debias.training.running import RUNNING_MAGNITUDES, BlockParts, Runn
 
 
 class RunningCurvature:
-    """Running means of factors and magnitudes, and the directions of the magnitudes.
+    """Running means of factors and magnitudes, and the directions of these magnitudes.
 
     Args:
         curvature: `"ekfac"` or `"kfac"`.
-        decay: The discount of earlier batches, for each batch that is added.
+        decay: The factor by which earlier batches are discounted for each batch that is added.
         dtype: The dtype of the running sums.
 
     Attributes:
@@ -39,7 +39,7 @@ class RunningCurvature:
 
     @property
     def has_magnitudes(self) -> bool:
-        """Whether a batch has been measured along directions of earlier batches."""
+        """Whether any batch has been measured along directions of earlier batches."""
         return bool(self.magnitudes.sums.parts)
 
     def squares_accumulator(self, context: FitContext) -> SquaredGradients | None:
@@ -53,7 +53,7 @@ class RunningCurvature:
 
         Args:
             factors: The sums of the batch's factors.
-            squares: The squares along the directions, if an accumulator has summed them.
+            squares: The squares along the directions, if there is an accumulator of squares.
             totals: The totals of the batch's examples.
         """
         if self.bases:
@@ -66,11 +66,11 @@ class RunningCurvature:
         dtype = context.dtype
         factors: FactorSums = {}
         for block, (G, A) in self.factors.parts.items():
-            # A decomposition in single precision takes less than half the time of double precision.
+            # In single precision, the decomposition takes less than half the time.
             factors[block] = (G.to(dtype), A.to(dtype))
         bases = eigenbases(context, factors, self.factors.totals)
         for block, basis in self.bases.items():
-            # If the batch after the last refresh was rejected, there are no magnitudes to rotate.
+            # If the batch after the last refresh was rejected, there are no magnitudes yet.
             if block in self.magnitudes.sums.parts:
                 self.magnitudes.rotate(block, basis, bases[block], dtype)
         self.bases = bases
@@ -83,7 +83,7 @@ class RunningCurvature:
         return assemble(context, dict(self.bases), magnitudes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running sums and the directions by the names of the blocks."""
+        """Return the running sums and the directions, keyed by the names of the blocks."""
         blocks = {}
         for block, factors in self.factors.parts.items():
             tensors = dict(zip(("G", "A"), factors, strict=True))
@@ -131,7 +131,7 @@ class RunningCurvature:
                 Eigenpairs(tensors["eigenvalues_G"], tensors.get("U_G")),
                 Eigenpairs(tensors["eigenvalues_A"], tensors.get("U_A")),
             )
-            # In a state of an earlier version, the directions have the dtype of the sums, so they
+            # States of earlier versions contain the directions in the dtype of the sums, so they
             # are converted.
             self.bases[block] = basis.to(context.dtype)
         self.factors.totals = DataTotals(
@@ -147,9 +147,9 @@ class RunningCurvature:
 
 
 def _input_weights(state: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """Return the weights of the blocks' examples from a state, possibly of an earlier version.
+    """Return the input weights of the blocks from a state, possibly of an earlier version.
 
-    Earlier versions saved the weights of the examples that are absent from a layer, or no weights.
+    Earlier versions saved the weights of the examples that did not reach a layer, or no weights.
     """
     name = f"{prefix}input_weights"
     if name in state:
@@ -161,7 +161,7 @@ def _input_weights(state: Mapping[str, Any], prefix: str) -> dict[str, float]:
 def _check_all_blocks(
     saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str, Block]
 ) -> None:
-    """Require that a saved state has either exactly these blocks or no blocks."""
+    """Require that a saved state has either no blocks or exactly these blocks."""
     check_blocks(saved, blocks)
     missing = [name for name in blocks if name not in saved]
     if saved and missing:
@@ -173,7 +173,7 @@ def _check_all_blocks(
 
 
 def check_blocks(saved: Mapping[str, Mapping[str, Tensor]], blocks: Mapping[str, Block]) -> None:
-    """Require that a saved state has only these blocks."""
+    """Require that a saved state has no other blocks, and factors of the expected shapes."""
     for name, tensors in saved.items():
         if name not in blocks:
             raise ValueError(
