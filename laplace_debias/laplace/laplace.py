@@ -936,9 +936,10 @@ class Laplace(Predictor):
         Args:
             x: Inputs, `[B, ...]`, in any form that `predict` accepts.
             n: Number of samples.
-            method: `"glm"`: from the Gaussian of the linearised network's outputs. `"glm-mc"`: the
-                linearised network at `n` samples of the parameters. `"nn"`: the network itself at
-                `n` samples of the parameters. The last two are joint samples over all inputs.
+            method: `"glm"`: draws from the Gaussian distribution of the linearised network's
+                outputs. `"glm-mc"`: the linearised network at `n` samples of the parameters.
+                `"nn"`: the network itself at `n` samples of the parameters. The last two are joint
+                samples over all inputs.
             generator: Seeds the draws. Default: torch's global generator.
             joint: For `"glm"`: whether a sample is one function at all inputs, as for Thompson
                 sampling. This decomposes the covariance of all outputs at all inputs,

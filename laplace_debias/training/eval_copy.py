@@ -8,7 +8,7 @@ from laplace_debias.curvature.network.unwrapping import unwrapped
 
 
 def eval_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in eval mode, which shares the parameters but has its own buffers.
+    """Return a copy of a model in eval mode that shares its parameters but has its own buffers.
 
     Raises:
         TypeError: If the model is not a module.

@@ -119,7 +119,7 @@ class GridMetrics:
         return (residuals.square().sum(-1) * correction).sqrt() / total
 
     def is_tied(self, setting: Setting, best: Setting) -> bool:
-        """Whether a setting counts as being as good as the best one; False if its value is NaN."""
+        """Whether a setting is tied with the best one; False if its value is NaN."""
         paired_error = self.standard_errors(self.sums[setting] - self.sums[best])
         standard_error = self.standard_errors(self.sums[best])
         tolerance = max(
