@@ -55,6 +55,16 @@ def test_single_precision_stays_single():
     torch.testing.assert_close(product, expected, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("size", [1e-25, 1e-22, 1e20])
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
+def test_single_precision_at_every_scale(scale, size):
+    matrix = (scale * symmetric(SPECTRA["positive"]).matrix).float()
+    vectors = (size * B).float()
+    product = inverse_sqrt(Matrix(matrix, is_positive_semidefinite=True), tol=1e-5) @ vectors
+    expected = inverse_root(matrix.double()) @ vectors.double()
+    assert (product.double() - expected).norm() < 1e-4 * expected.norm()
+
+
 @pytest.mark.parametrize("name", ["positive", "decades", "clustered"])
 def test_inverse_roots_equal_dense_ones(name):
     A = symmetric(SPECTRA[name] + 1e-3)

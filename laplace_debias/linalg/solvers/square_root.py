@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.linalg.checks import check_operator, check_right_side, check_square
+from laplace_debias.linalg.column_norms import column_norms
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
@@ -167,7 +168,7 @@ class InverseRoot(SelfAdjoint):
 
     def _times(self, products: Products, column: Tensor) -> tuple[Tensor, float]:
         """Compute the product with one column, and a bound on its relative error."""
-        length = column.norm()
+        length = column_norms(column)
         if length == 0:
             return torch.zeros_like(column), 0.0
         basis = KrylovBasis(
