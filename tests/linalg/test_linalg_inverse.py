@@ -177,6 +177,16 @@ def test_each_right_hand_side_of_a_neumann_series_has_its_own_end():
     assert solution.residual_norms[1] <= 1.0
 
 
+def test_a_neumann_series_does_not_end_where_another_diverges():
+    A = Dense(torch.diag(torch.tensor([0.5, 5.0, 0.1]).double()))
+    solution = neumann(A, torch.eye(3).double(), 30, scale=1.0)
+    assert [status.name for status in solution.statuses] == ["MAX_ITER", "DIVERGED", "MAX_ITER"]
+    residuals = torch.tensor([0.5, 0.9]).double() ** 30
+    torch.testing.assert_close(solution.residual_norms[[0, 2]], residuals)
+    torch.testing.assert_close(solution.x[0, 0], (1 - residuals[0]) / 0.5)
+    torch.testing.assert_close(solution.x[2, 2], (1 - residuals[1]) / 0.1)
+
+
 @pytest.mark.parametrize("scale", [1e-24, 1e20])
 def test_a_neumann_series_in_single_precision_at_every_scale(scale):
     A = Matrix(POSITIVE.matrix.float())

@@ -89,9 +89,11 @@ def neumann(
     norms = start_norms
     best = x
     best_norms = start_norms
+    is_bounded = torch.ones_like(start_norms, dtype=torch.bool)
     with Products(A, progress=progress, total=num_terms * b[:1].numel()) as products:
         for _ in range(num_terms):
-            step = scale * precondition(preconditioner, residual)
+            # A right-hand side whose residual has grown takes no further steps.
+            step = torch.where(is_bounded, scale * precondition(preconditioner, residual), 0)
             x = x + step
             residual = residual - products(step)
             norms = column_norms(residual)
@@ -99,7 +101,8 @@ def neumann(
             best = torch.where(is_better, x, best)
             best_norms = torch.where(is_better, norms, best_norms)
             is_solved = norms <= tolerance * start_norms
-            if is_solved.all() or (norms > _GROWTH * start_norms).any():
+            is_bounded = norms <= _GROWTH * start_norms
+            if (is_solved | ~is_bounded).all():
                 break
         count = num_norm_matvecs + products.count
     has_diverged = norms > start_norms
