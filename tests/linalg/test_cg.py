@@ -473,6 +473,22 @@ def test_single_precision_at_every_scale_of_the_right_hand_side(scale):
         assert_close(scaled.slopes, scale * plain.slopes, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("is_preconditioned", [False, True])
+@pytest.mark.parametrize("scale", [1e-25, 1e-20, 1e20, 1e25])
+def test_single_precision_at_every_scale_of_the_operator(scale, is_preconditioned):
+    M = (scale * with_eigenvalues(logspace(-2, 0, 30))).float()
+    b = randn(30).float()
+    preconditioner = Dense((1 / M.diagonal()).diag()) if is_preconditioned else None
+    truth = torch.linalg.solve(M.double(), b.double())
+    plain = cg(Dense(M), b, preconditioner=preconditioner)
+    debiased = debiased_cg(Dense(M), Dense(M), b, b, preconditioner=preconditioner).debiased
+    for solution in (plain, debiased):
+        assert solution.converged
+        assert (solution.x.double() - truth).norm() < 1e-4 * truth.norm()
+        assert (solution.curvatures > 0.009 * scale).all()
+        assert (solution.curvatures < 1.001 * scale).all()
+
+
 def test_right_hand_sides_of_different_scales_do_not_interfere():
     M = with_eigenvalues(logspace(-2, 0, 30))
     b = randn(30, 3).float()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.linalg.checks import check_right_side, check_square
+from laplace_debias.linalg.column_norms import column_norms
 from laplace_debias.linalg.results import Iterate, Solution, Status
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.system.checks import real
@@ -107,29 +108,28 @@ class LineSearches:
 
         Returns whether a step was recorded.
         """
-        norm = direction.norm(dim=0)
-        active = self.running & (norm > 0)
-        length = torch.where(active, norm, 1)
+        length = column_norms(direction)
+        active = self.running & (length > 0)
+        direction = direction / torch.where(active, length, 1).to(direction)
         product = self._multiply(direction, active)
-        # Along the direction, the quadratic has the slope -dᵀr and the second derivative dᵀA d.
+        # Along the direction, the quadratic has the slope -dᵀr and the curvature dᵀA d.
         negative_slope = torch.linalg.vecdot(direction, self.residual, dim=0)
-        second_derivative = torch.linalg.vecdot(direction, product, dim=0)
-        curvature = second_derivative / length.square()
+        curvature = torch.linalg.vecdot(direction, product, dim=0)
         # The error of any product can be as large as the rounding error of the largest product so
         # far.
-        relative_norm = product.norm(dim=0) / length
-        self._scale = torch.fmax(self._scale, relative_norm)
+        product_norm = column_norms(product)
+        self._scale = torch.fmax(self._scale, product_norm)
         threshold = torch.finfo(product.dtype).eps * self._scale
-        finite = relative_norm.isfinite()
+        finite = product_norm.isfinite()
         positive = active & finite & (curvature > threshold)
-        tau = torch.where(positive, negative_slope / second_derivative, 0)
+        tau = torch.where(positive, negative_slope / curvature, 0)
         residual = self.residual - tau * product
         residual_norm = residual.norm(dim=0)
         broken = active & ~(finite & residual_norm.isfinite())
         moved = positive & ~broken
         flat = active & ~positive & ~broken
         self.end(broken, Status.BREAKDOWN)
-        self._end_flat(flat, direction / length, curvature, threshold)
+        self._end_flat(flat, direction, curvature, threshold)
         self.moved = moved
         if not (always or bool(moved.any())):
             return False
@@ -137,8 +137,8 @@ class LineSearches:
         self._x = torch.where(moved, self._x + tau * direction, self._x)
         self.residual = torch.where(moved, residual, self.residual)
         self._num_iterations = self._num_iterations + moved
-        slope = -negative_slope / length * self._unit
-        step = tau * length * self._unit
+        slope = -negative_slope * self._unit
+        step = tau * self._unit
         last_norm = self._history["residual_norms"][-1]
         entries = {
             "residual_norms": torch.where(moved, residual_norm * self._unit, last_norm),
@@ -149,7 +149,7 @@ class LineSearches:
         }
         for name, entry in entries.items():
             self._history[name].append(self._like_b(entry))
-        self._direction = self._like_b(torch.where(moved, direction / length, 0))
+        self._direction = self._like_b(torch.where(moved, direction, 0))
         if self._directions is not None:
             self._directions.append(self._direction)
         self.end(moved & (residual_norm <= self._tolerance), Status.CONVERGED)
