@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.losses import Loss
 from laplace_debias.linalg import Iterate, Status, cg
+from laplace_debias.linalg.column_norms import column_norms
 from laplace_debias.operators import Diagonal, Identity, LinearOperator
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.quadratic.objective import objective
@@ -376,13 +377,13 @@ class Quadratic:
     def _unit(self, direction: Tensor) -> Tensor:
         """Normalise directions, which must be finite and not zero."""
         self._check(direction, "direction")
-        norm = direction.norm(dim=0)
+        norm = column_norms(direction)
         if not (norm.isfinite() & (norm > 0)).all():
             raise ValueError(
                 "A direction has length zero or contains NaN or Inf. Pass directions of "
                 "positive, finite length."
             )
-        return direction / norm
+        return direction / norm.to(direction)
 
     def _check(self, tensor: Tensor, name: str) -> None:
         """Raise an error unless a tensor is a vector `[D]`, or k vectors `[D, k]`."""

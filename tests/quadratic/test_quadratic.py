@@ -68,6 +68,19 @@ def test_slopes_and_curvatures_are_derivatives_along_unit_vectors():
         assert_close(q.curvature(D[:, j]), q.curvature(D)[j], **EXACT)
 
 
+@pytest.mark.parametrize("length", [1e-25, 1e-22, 1e20, 1e25])
+def test_directions_of_every_length_in_single_precision(length):
+    q, _ = quadratic()
+    single = Quadratic(
+        q.value.float(), q.gradient.float(), Dense(q.matrix.matrix.float()), q.position.float()
+    )
+    directions = randn(9, 2, seed=5)
+    short_or_long = (length * directions).float()
+    assert_close(single.slope(short_or_long).double(), q.slope(directions), rtol=1e-5, atol=1e-5)
+    curvatures = single.curvature(short_or_long[:, 0]).double()
+    assert_close(curvatures, q.curvature(directions[:, 0]), rtol=1e-5, atol=0)
+
+
 def test_products_are_as_few_as_promised():
     q, _ = quadratic()
     D = randn(9, 5, seed=4)
