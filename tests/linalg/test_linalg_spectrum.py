@@ -180,6 +180,22 @@ def test_the_density_of_similar_eigenvalues_has_no_systematic_rounding_error():
     assert (density.density - expected).abs().max() < 1e-5 * expected.max()
 
 
+@pytest.mark.parametrize("size", [1e-24, 1e-20, 1e-12, 1e12, 1e20])
+def test_the_density_in_single_precision_has_the_same_error_at_every_scale(size):
+    matrix = symmetric(VALUES).matrix
+    options = {"num_probes": 3, "num_steps": 20}
+    plain = spectral_density(Matrix(matrix), width=0.2, generator=generator(), **options)
+    single = Matrix((size * matrix).float())
+    scaled = spectral_density(single, width=0.2 * size, generator=generator(), **options)
+    for name in ("density", "standard_error", "quadrature_error"):
+        in_units = size * getattr(scaled, name).double()
+        largest = float(plain.density.max())
+        torch.testing.assert_close(in_units, getattr(plain, name), rtol=1e-3, atol=1e-5 * largest)
+    body = plain.density > 1e-2 * plain.density.max()
+    actual = scaled.degrees_of_freedom[body].double()
+    torch.testing.assert_close(actual, plain.degrees_of_freedom[body], rtol=1e-2, atol=0)
+
+
 @pytest.mark.parametrize("scale", ["linear", "log"])
 def test_picture_shows_the_density_and_its_error(scale):
     density = spectral_density(symmetric(VALUES), scale=scale, num_steps=10, generator=generator())

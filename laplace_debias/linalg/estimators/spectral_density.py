@@ -146,10 +146,10 @@ def spectral_density(
         degrees = with_bias(degrees, variance, error**2)
     return SpectralDensity(
         grid=grid if scale == "linear" else 10**grid,
-        density=density,
-        standard_error=(variance + error**2).sqrt(),
-        quadrature_error=error,
-        degrees_of_freedom=degrees,
+        density=density.to(A.dtype),
+        standard_error=(variance + error**2).sqrt().to(A.dtype),
+        quadrature_error=error.to(A.dtype),
+        degrees_of_freedom=degrees.to(A.dtype),
         nodes=rule.nodes,
         weights=rule.weights,
         scale=scale,
@@ -214,8 +214,11 @@ def moments(
     width: float,
     powers: int = 1,
 ) -> Float[Tensor, "powers points"]:
-    """Average powers of the normal density at each grid point over probes and nodes."""
-    sums = grid.new_zeros(powers, len(grid))
+    """Average powers of the normal density at each grid point over probes and nodes.
+
+    The averages are in float64, because the powers may be out of the range of single precision.
+    """
+    sums = grid.new_zeros(powers, len(grid), dtype=torch.float64)
     for centres, masses in zip(positions, weights, strict=True):
         # Skip nodes with weight zero. On the logarithmic scale, an exact rule may have many of
         # them.
@@ -229,7 +232,7 @@ def moments(
             for power in range(powers):
                 sums[power] += values ** (power + 1) @ mass_chunk
     scale = width * math.sqrt(2 * math.pi)
-    exponents = torch.arange(1, powers + 1, dtype=grid.dtype, device=grid.device)
+    exponents = torch.arange(1, powers + 1, dtype=torch.float64, device=grid.device)
     return sums / len(positions) / scale ** exponents[:, None]
 
 
