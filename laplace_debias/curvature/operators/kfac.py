@@ -53,9 +53,11 @@ class KFAC(Permuted):
     over N examples be $G = \frac1{NT}\sum g g^\top$ of the summed loss and
     $A = \frac1N\sum a a^\top$. Here T is the number of positions of an example that share the
     weight, not counting ignored and padded positions, and $\sum$ is over examples, positions and
-    cotangents. A block is then $\frac Nc\, G \otimes A$; the block of a bias or a scale is exact. A
-    is the mean over the examples that have a position in the layer. If the loss weights its terms,
-    it is the weighted mean, in which each example has the mean weight of its terms.
+    cotangents. A block is then $\frac Nc\, G \otimes A$. A is the mean over the examples that have
+    a position in the layer. If the loss weights its terms, it is the weighted mean, in which each
+    example has the mean weight of its terms. The block of a bias or a scale is exact, and so is the
+    block of any parameter without a Kronecker form, such as a weight that two layers share. The
+    exact block of a parameter with d entries needs d² memory.
 
     K-FAC equals the `GGN` where a Kronecker product is exact: for one example, and for the blocks
     of a linear network of any depth with `nn.MSELoss`.
@@ -108,9 +110,8 @@ class KFAC(Permuted):
             passes.
         TypeError: If the data are an iterator that can be read only once, or the loss has no closed
             form and `fisher` is not `"empirical"`.
-        NotImplementedError: If a parameter belongs to a layer for which no Kronecker form is
-            implemented, or is tied to another parameter. The message names the parameter and a
-            remedy.
+        NotImplementedError: If the gradients of single examples cannot be computed for a parameter.
+            The message names the parameter and a remedy.
         RuntimeError: If autocast is enabled, even if only during a product.
 
     Reference:
