@@ -372,3 +372,26 @@ def test_autocast_is_refused(kind):
                 operator @ v
         with torch.autocast("cpu", enabled=False):
             assert torch.equal(A @ v, expected)
+
+
+@pytest.mark.parametrize("make", [GGN, Hessian, EmpiricalFisher, Jacobian])
+def test_products_are_differentiable_in_the_vectors(make):
+    model, loss, x, y = case("ce")
+    data = batches(x, y, 3)
+    A = make(model, data) if make is Jacobian else make(model, loss, data)
+    matrix = A.to_dense()
+    for operator, dense in ((A, matrix), (A.T, matrix.T)):
+        for columns in ((), (2,)):
+            vectors = torch.randn(dense.shape[1], *columns, dtype=dense.dtype, requires_grad=True)
+            product = operator @ vectors
+            cotangents = torch.randn_like(product)
+            (gradient,) = torch.autograd.grad(product, vectors, cotangents)
+            torch.testing.assert_close(gradient, dense.T @ cotangents)
+
+
+def test_a_quadratic_form_has_its_gradient():
+    model, loss, x, y = case("ce")
+    A = GGN(model, loss, batches(x, y, 3))
+    vector = torch.randn(A.shape[1], dtype=A.dtype, requires_grad=True)
+    (gradient,) = torch.autograd.grad(vector @ (A @ vector), vector)
+    torch.testing.assert_close(gradient, 2 * dense_ggn(model, loss, x, y) @ vector.detach())

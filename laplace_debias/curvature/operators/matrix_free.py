@@ -138,7 +138,7 @@ class CurvatureOperator(NetworkOperator):
 
     @collective("a curvature operator's product")
     @torch.inference_mode(False)
-    def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
+    def _product(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
         vectors = matrix.T.contiguous()
         _require_same_vectors(vectors, self._ranks)
 

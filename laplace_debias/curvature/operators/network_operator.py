@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -68,6 +68,28 @@ def check_product(operator: LinearOperator, vectors: Tensor, products: Tensor) -
         "(for example a root, a power or a logarithm of 0), or a derivative overflows. Add a "
         "small number under the root, or compute in float64."
     )
+
+
+class DifferentiableProduct(torch.autograd.Function):
+    """A product with a matrix, whose derivative is the product with the adjoint."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        matrix: Float[Tensor, "columns k"],
+        product: Callable[[Tensor], Tensor],
+        adjoint: LinearOperator,
+    ) -> Float[Tensor, "rows k"]:
+        """Compute the product with a matrix."""
+        ctx.adjoint = adjoint
+        return product(matrix)
+
+    @staticmethod
+    def backward(
+        ctx: Any, gradient: Float[Tensor, "rows k"]
+    ) -> tuple[Float[Tensor, "columns k"], None, None]:
+        """Multiply a gradient by the adjoint."""
+        return ctx.adjoint @ gradient, None, None
 
 
 @dataclass(frozen=True)
@@ -178,6 +200,13 @@ class NetworkOperator(LinearOperator):
         num_bytes = linearisation.num_bytes + num_tensors * outputs.nbytes
         first = batch.first_index * self._output_shape.numel()
         return Item(slice(first, first + outputs.numel()), linearisation, at_outputs, num_bytes)
+
+    def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
+        return DifferentiableProduct.apply(matrix, self._product, self.T)
+
+    @abstractmethod
+    def _product(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
+        """Multiply with a matrix, without a graph of automatic differentiation."""
 
     def _linearise(self, batch: Batch) -> Linearisation:
         return self._lineariser.first_order(batch.inputs)
@@ -311,7 +340,7 @@ class Jacobian(NetworkOperator):
             )
 
     @torch.inference_mode(False)
-    def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
+    def _product(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
         vectors = matrix.T.contiguous()
         products = vectors.new_empty(len(vectors), self.shape[0])
 
@@ -327,8 +356,11 @@ class Jacobian(NetworkOperator):
         check_product(self, vectors, products)
         return products.T
 
-    @torch.inference_mode(False)
     def _adjoint_matmat(self, matrix: Float[Tensor, "rows k"]) -> Float[Tensor, "columns k"]:
+        return DifferentiableProduct.apply(matrix, self._adjoint_product, self)
+
+    @torch.inference_mode(False)
+    def _adjoint_product(self, matrix: Float[Tensor, "rows k"]) -> Float[Tensor, "columns k"]:
         vectors = matrix.T.contiguous()
         products = vectors.new_zeros(len(vectors), self.shape[1])
 
