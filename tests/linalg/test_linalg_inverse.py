@@ -94,6 +94,15 @@ def test_the_least_squares_inverse_of_an_indefinite_hessian_solves_in_single_pre
 
 
 @pytest.mark.usefixtures("unchecked")  # passes wrong types
+def test_least_squares_are_differentiable_in_the_right_hand_side():
+    matrix = torch.randn(6, 6, dtype=torch.float64, generator=generator(3))
+    b = torch.randn(6, dtype=torch.float64, generator=generator(4)).requires_grad_()
+    x = inverse(Matrix(matrix), "lsmr", tol=1e-13, max_iter=1000) @ b
+    (gradient,) = torch.autograd.grad(b @ x, b)
+    expected = (matrix.inverse() + matrix.inverse().T) @ b.detach()
+    torch.testing.assert_close(gradient, expected, rtol=1e-8, atol=1e-8)
+
+
 def test_least_squares_warn_and_refuse_with_a_remedy():
     A = Matrix(symmetric(10 ** (-5 * uniform(SIZE))).matrix)
     with pytest.warns(

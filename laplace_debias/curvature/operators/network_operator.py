@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -21,6 +21,7 @@ from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.operators.linearisation import Linearisation, Lineariser
 from laplace_debias.curvature.operators.network import Network
 from laplace_debias.operators import LinearOperator, ParameterLayout, Transpose
+from laplace_debias.operators.differentiable_product import DifferentiableProduct
 from laplace_debias.system.checks import whole
 from laplace_debias.system.ranks import collective, process_group, refuse_ranks
 from laplace_debias.system.threads import Lock
@@ -68,28 +69,6 @@ def check_product(operator: LinearOperator, vectors: Tensor, products: Tensor) -
         "(for example a root, a power or a logarithm of 0), or a derivative overflows. Add a "
         "small number under the root, or compute in float64."
     )
-
-
-class DifferentiableProduct(torch.autograd.Function):
-    """A product with a matrix, whose derivative is the product with the adjoint."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        matrix: Float[Tensor, "columns k"],
-        product: Callable[[Tensor], Tensor],
-        adjoint: LinearOperator,
-    ) -> Float[Tensor, "rows k"]:
-        """Compute the product with a matrix."""
-        ctx.adjoint = adjoint
-        return product(matrix)
-
-    @staticmethod
-    def backward(
-        ctx: Any, gradient: Float[Tensor, "rows k"]
-    ) -> tuple[Float[Tensor, "columns k"], None, None]:
-        """Multiply a gradient by the adjoint."""
-        return ctx.adjoint @ gradient, None, None
 
 
 @dataclass(frozen=True)

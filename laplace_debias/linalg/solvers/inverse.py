@@ -9,6 +9,7 @@ from torch import Tensor
 from laplace_debias.linalg.checks import check_choice, check_square
 from laplace_debias.linalg.solvers.conjugate_gradient import Preconditioner, cg
 from laplace_debias.operators.base import LinearOperator
+from laplace_debias.operators.differentiable_product import DifferentiableProduct
 from laplace_debias.operators.exact import exact_inverse
 from laplace_debias.operators.structures.wrappers import SelfAdjoint, Wrapper
 from laplace_debias.system.checks import real, whole
@@ -122,6 +123,10 @@ class LeastSquaresInverse(Wrapper):
         return LeastSquaresInverse(self.operator.T, self.tol, self.max_iter)
 
     def _matmat(self, matrix: Tensor) -> Tensor:
+        return DifferentiableProduct.apply(matrix, self._solve, self.T)
+
+    def _solve(self, matrix: Tensor) -> Tensor:
+        """Solve for every column by SciPy, whose results autograd cannot differentiate."""
         # Import SciPy only here, because its import is slow.
         from scipy.sparse.linalg import lsmr
 
