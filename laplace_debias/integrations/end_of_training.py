@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import (
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -20,7 +21,7 @@ from laplace_debias.curvature.data.dataset_size import (
     inner_sampler,
     repeated_held_out,
 )
-from laplace_debias.curvature.data.shards import ShardedBatches, with_batches
+from laplace_debias.curvature.data.shards import ShardedBatches, check_dispatched, with_batches
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.laplace import Laplace
@@ -51,7 +52,8 @@ def _shared_loader(loader: Any) -> Any:
     num_ranks = process_group().size
     batches = getattr(loader, "batch_sampler", None)
     batch_size = getattr(batches, "batch_size", None)
-    if num_ranks == 1 or not isinstance(getattr(loader, "dataset", None), Sized):
+    has_length = isinstance(getattr(loader, "dataset", None), Sized)
+    if num_ranks == 1 or _is_stream(loader) or not has_length:
         return loader
     if batch_size is None:
         # The batches are made by the data set or by a user's sampler, so leave the loader as it is.
@@ -60,6 +62,11 @@ def _shared_loader(loader: Any) -> Any:
     dataset = loader.dataset if indices is None else Subset(loader.dataset, indices)
     shares = ShardedBatches(dataset, num_ranks * batch_size, shuffle=_is_shuffled(loader))
     return with_batches(loader, dataset, shares)
+
+
+def _is_stream(loader: Any) -> bool:
+    """Whether the loader reads a stream, which may have a length, but has no indices."""
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 def _without_lightning(sampler: Any) -> Any:
@@ -117,6 +124,9 @@ def _num_data(loader: Any, mode: str) -> int | None:
     batches = getattr(loader, "batch_sampler", None)
     if batches is None or not isinstance(dataset, Sized):
         return None
+    if _is_stream(loader) and process_group().size > 1:
+        # The length may be that of this process's part or of the whole stream.
+        return None
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, RandomSampler) or _is_weighted(loader):
         # The sampler may draw with replacement, so its length can differ from the number of
@@ -163,7 +173,8 @@ class PosteriorAtEnd:
 
         Raises:
             ValueError: If the fit reads only a part of the data and the loader does not reveal the
-                size of the data, or if the sampler of the validation data repeats examples.
+                size of the data, if accelerate may repeat examples of a stream, or if the sampler
+                of the validation data repeats examples.
         """
         if self.mode != "full" and _num_data(train_loader, self.mode) is None:
             raise ValueError(
@@ -171,6 +182,9 @@ class PosteriorAtEnd:
                 "examples cannot be inferred from the training loader. Pass "
                 '`mode="full"` to the callback, or use Laplace after the training.'
             )
+        for loader in (train_loader, validation_loader):
+            if _is_stream(loader):
+                check_dispatched(loader)
         if self.tune and getattr(validation_loader, "batch_sampler", None) is not None:
             sampler = _without_lightning(inner_sampler(validation_loader))
             fault = fault_of_draws(sampler, allows_parts=True)

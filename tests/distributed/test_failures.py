@@ -65,6 +65,10 @@ def test_a_process_that_is_killed_ends_all(processes):
         (tasks.fit_prepared, "ValueError", ["BatchSamplerShard", "would count twice"]),
         (tasks.evaluate_prepared, "ValueError", ["BatchSamplerShard", "would count twice"]),
         (tasks.fit_prepared_without_the_rest, "ValueError", ["BatchSamplerShard leaves out"]),
+        (tasks.fit_prepared_stream, "ValueError", ["would count twice", "drop_last=True"]),
+        (tasks.evaluate_prepared_stream, "ValueError", ["would count twice", "drop_last=True"]),
+        (tasks.check_prepared_stream_before_training, "ValueError", ["would count twice"]),
+        (tasks.fit_dispatched, "ValueError", ["dispatch_batches=True", "ShardedBatches"]),
         (tasks.fit_prepared_draws, "ValueError", ["draws 40 of 37 examples with replacement"]),
         (
             tasks.sharded_on_one,

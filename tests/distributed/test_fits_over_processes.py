@@ -7,7 +7,7 @@ import oracle
 import pytest
 import rank_tasks as tasks
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from laplace_debias import Full
 from laplace_debias.curvature.data.batches import consecutive
@@ -154,6 +154,14 @@ def test_loaders_of_accelerate_that_repeat_no_example(processes):
         assert isinstance(rank_fits, list), rank_fits
         for size, numbers in zip(sizes, rank_fits, strict=True):
             check(numbers, expected[size], 1e-10)
+
+
+def test_the_callbacks_fit_to_a_stream_that_accelerate_splits(processes):
+    pytest.importorskip("accelerate")
+    read = Subset(tasks.examples(), range(32))  # 37 examples in batches of 4 on two processes
+    expected = tasks.numbers(tasks.laplace().fit(DataLoader(read, 8)))
+    for numbers in processes.run(2, tasks.fit_prepared_stream_at_end_of_training):
+        check(numbers, expected, 1e-10)
 
 
 @pytest.mark.parametrize("mode", ["full", "mini", "debiased", "crossfit"])

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -516,6 +518,62 @@ def fits_prepared_without_repeats(rank):
         numbers(laplace().fit(prepared_by_accelerate(rank, size, **options)))
         for size, options in cases
     ]
+
+
+class Examples(IterableDataset):
+    """A stream of examples whose length is known."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+def prepared_stream(rank, size=SIZE, drop_last=False):
+    """A stream in batches of 4, split as by `accelerate.Accelerator.prepare`."""
+    from accelerate.data_loader import prepare_data_loader
+
+    stream = DataLoader(Examples(examples(size)), 4, drop_last=drop_last)
+    return prepare_data_loader(
+        stream, num_processes=dist.get_world_size(), process_index=rank, dispatch_batches=False
+    )
+
+
+def fit_prepared_stream(rank):
+    return numbers(laplace().fit(prepared_stream(rank)))
+
+
+def evaluate_prepared_stream(rank):
+    return laplace().fit(loader()).evaluate(prepared_stream(rank))["nll"].value
+
+
+def check_prepared_stream_before_training(rank):
+    from laplace_debias.integrations.end_of_training import PosteriorAtEnd
+
+    settings = PosteriorAtEnd("classification", "full", tune=False, options={})
+    settings.check_loaders(prepared_stream(rank), None)
+
+
+def fit_dispatched(rank):
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    loader = DataLoaderDispatcher(examples(), batch_size=4)
+    loader.state = SimpleNamespace(process_index=rank, num_processes=dist.get_world_size())
+    return numbers(laplace().fit(loader))
+
+
+def fit_prepared_stream_at_end_of_training(rank):
+    """The callback fits to a stream that has a length and leaves out the last five examples."""
+    from laplace_debias.integrations.end_of_training import PosteriorAtEnd
+
+    la = laplace()
+    settings = PosteriorAtEnd("classification", "full", tune=False, options={})
+    settings.fit(la, prepared_stream(rank, drop_last=True), None)
+    return numbers(la)
 
 
 def sharded_on_one(rank):

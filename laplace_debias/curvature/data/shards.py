@@ -13,6 +13,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     Sampler,
     SequentialSampler,
 )
@@ -193,6 +194,7 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
             "batch_sampler=ShardedBatches(data, batch_size)) without `prepare`, or pass "
             "`even_batches=False` to accelerate, which both repeat no examples."
         )
+    check_dispatched(data)
     if ranks.size == 1:
         return False
     sharding = ""
@@ -227,6 +229,43 @@ def has_uneven_shards(batches: Any) -> bool:
         return len(inner) % batches.num_processes > 0
     num_split = 1 if batches.split_batches else batches.num_processes
     return len(sampler) % (batches.batch_size * num_split) > 0
+
+
+def check_dispatched(data: Any) -> None:
+    """Require that accelerate repeats no example when it divides read examples among processes.
+
+    It reads a stream, or with `dispatch_batches=True` any data, in this way. Whether it repeats
+    examples of a stream is known only after the stream has been read.
+
+    Raises:
+        ValueError: If accelerate divides a data set in this way, or may repeat examples of a
+            stream.
+    """
+    dataset: Any = getattr(data, "dataset", None)
+    if type(data).__name__ == "DataLoaderDispatcher":
+        num_processes = data.state.num_processes
+        drops_last = data._drop_last
+    elif type(dataset).__name__ == "IterableDatasetShard":
+        num_processes = dataset.num_processes
+        drops_last = dataset.drop_last
+    else:
+        return
+    if num_processes == 1:
+        return
+    if not isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"The {type(data).__name__} of accelerate (`dispatch_batches=True`) reads all examples "
+            "on one process, and may repeat some of them. Use DataLoader(data, "
+            "batch_sampler=ShardedBatches(data, batch_size)) without `prepare`."
+        )
+    if not drops_last:
+        raise ValueError(
+            "accelerate repeats examples of a stream to complete the last batches of its "
+            f"{num_processes} processes. The repeated examples would count twice. Pass a "
+            "different part of the stream to each process without `prepare`. Or pass "
+            "`drop_last=True` to the DataLoader (for Hugging Face's Trainer, "
+            "`dataloader_drop_last=True`), which leaves out the last examples instead."
+        )
 
 
 def check_all_different(marks: Sequence[str | None], coincidence: str) -> None:
