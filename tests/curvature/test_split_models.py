@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN, KFAC
@@ -41,6 +42,12 @@ def by_a_tensor(mesh):
     return model
 
 
+def by_a_tensor_of_the_base(mesh):
+    model = network()
+    parallelize_module(model, mesh, {"0": ColwiseParallel()})
+    return model
+
+
 @pytest.mark.parametrize("split", [in_part, by_the_older_wrapper, by_a_tensor])
 def test_split_bayesian_parameters_are_refused(mesh, split):
     model = split(mesh)
@@ -52,6 +59,13 @@ def test_split_bayesian_parameters_are_refused(mesh, split):
     ):
         with pytest.raises(NotImplementedError, match=REMEDY):
             refuse()
+
+
+@pytest.mark.parametrize("split", [by_the_older_wrapper, by_a_tensor_of_the_base])
+def test_other_ways_to_split_the_base_are_refused_with_advice_that_helps(mesh, split):
+    model = split(mesh)
+    with pytest.raises(NotImplementedError, match=r"tensor parallelism .*\. Use fully_shard"):
+        Laplace(model, params="last_layer")
 
 
 def test_the_last_layer_of_a_sharded_model(mesh):

@@ -129,6 +129,15 @@ def quantised_state(module: nn.Module) -> Iterator[Tensor]:
                 yield inner
 
 
+_LOADING_THE_WHOLE = (
+    "get the full state dict with "
+    "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True)), build the model "
+    "on each process, and load this state dict. In both cases, the data "
+    "may still be divided among the processes."
+)
+
+
 def check_can_be_bayesian(name: str, parameter: nn.Parameter) -> None:
     """Require a Bayesian parameter that is not quantised, offloaded or sharded.
 
@@ -152,17 +161,22 @@ def check_can_be_bayesian(name: str, parameter: nn.Parameter) -> None:
 
 
 def split_over_processes(name: str) -> NotImplementedError:
-    """Return the error for a parameter or wrapper that is split over processes."""
+    """Return the error for a Bayesian parameter that `fully_shard` has split."""
     return NotImplementedError(
-        f"{name} is split over processes (fully_shard, tensor parallelism), but "
+        f"{name} is split over processes by fully_shard, but "
         "each process needs every Bayesian parameter in full. Exclude the "
         "Bayesian layers from fully_shard (with ignored_params=, or by calling "
         "fully_shard only on the other layers), and select these layers with "
-        'params=[...] or params="last_layer". Or get the full state dict with '
-        "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-        "options=StateDictOptions(full_state_dict=True)), build the model "
-        "without fully_shard, and load this state dict. In both cases, the data "
-        "may still be divided among the processes."
+        f'params=[...] or params="last_layer". Or {_LOADING_THE_WHOLE}'
+    )
+
+
+def split_without_fully_shard(name: str) -> NotImplementedError:
+    """Return the error for a parameter, Bayesian or not, or a wrapper that is not supported."""
+    return NotImplementedError(
+        f"{name} is split over processes by tensor parallelism or FullyShardedDataParallel, but "
+        "only fully_shard is supported, for parameters that are not Bayesian. Use fully_shard "
+        f"instead. Or {_LOADING_THE_WHOLE}"
     )
 
 

@@ -7,7 +7,7 @@ from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.network.quantised import (
     is_never_copied,
     offloaded_parameters,
-    split_over_processes,
+    split_without_fully_shard,
 )
 from laplace_debias.curvature.network.sharded import is_unit
 from laplace_debias.curvature.network.unwrapping import unwrapped
@@ -47,7 +47,7 @@ def _sharded_parameters(model: nn.Module) -> set[int]:
             )
         # FSDP's classes are recognised by attributes, because importing them takes a second.
         if hasattr(module, "summon_full_params"):
-            raise split_over_processes(path or "The model")
+            raise split_without_fully_shard(path or "The model")
         if is_unit(module):
             module.reshard()
             sharded.update(map(id, filter(is_sharded, module.parameters())))
@@ -63,7 +63,7 @@ def _check_tensors(model: nn.Module, sharded: set[int]) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_sharded(tensor):
             if id(tensor) not in sharded:
-                raise split_over_processes(name)
+                raise split_without_fully_shard(name)
             number_parameter(tensor)
         if tensor.is_nested:
             raise NotImplementedError(
