@@ -1,11 +1,13 @@
 """Fit, tune and evaluate a posterior on the loaders of a training run when it ends."""
 
 import itertools
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import (
     DistributedSampler,
@@ -40,6 +42,22 @@ def copy_in_eval_mode(network: nn.Module) -> nn.Module:
     for parameter, original in zip(copied.parameters(), network.parameters(), strict=True):
         parameter.requires_grad_(original.requires_grad)
     return copied
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Compute float32 matrix products on a GPU in full precision, also if the training does not."""
+    settings: Any = torch.backends.cuda.matmul
+    # torch 2.8 does not have this attribute.
+    earlier = getattr(settings, "fp32_precision", None)
+    if earlier != "tf32":
+        yield
+        return
+    settings.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = earlier
 
 
 def _shared_loader(loader: Any) -> Any:
@@ -191,6 +209,7 @@ class PosteriorAtEnd:
             if fault is not None:
                 raise repeated_held_out(fault)
 
+    @_without_tf32()
     def fit(
         self, la: Laplace, train_loader: Any, validation_loader: Any
     ) -> tuple[dict[str, float], Report | None]:

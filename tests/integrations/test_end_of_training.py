@@ -4,6 +4,7 @@ import csv
 import logging
 import warnings
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.utils.data import (
 )
 
 from laplace_debias import Laplace
+from laplace_debias.integrations.end_of_training import PosteriorAtEnd
 
 
 def classes(n, seed):
@@ -227,6 +229,32 @@ def test_lightning_without_checkpoints_has_the_posterior_of_the_last_weights(
     assert callback.laplace.num_data == 200
     weights = nn.utils.parameters_to_vector(trained.inner[3].parameters())
     torch.testing.assert_close(callback.laplace.mean, weights, rtol=0, atol=0)
+
+
+class RecordingPrecision(nn.Linear):
+    """A layer that records the precision of matrix products on a GPU."""
+
+    precisions: ClassVar[set[str]] = set()
+
+    def forward(self, x):
+        self.precisions.add(torch.backends.cuda.matmul.fp32_precision)
+        return super().forward(x)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="needs torch 2.9"
+)
+def test_the_posterior_of_a_training_in_tf32_has_full_precision(request):
+    request.addfinalizer(lambda: torch.set_float32_matmul_precision("highest"))
+    torch.set_float32_matmul_precision("high")
+    model = RecordingPrecision(4, 3).eval()
+    settings = PosteriorAtEnd("classification", "full", tune=True, options={"curvature": "diag"})
+    la = settings.unfitted(model)
+    model.precisions.clear()
+    settings.fit(la, TRAIN, VALIDATION)
+    assert model.precisions == {"ieee"}
+    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def test_lightning_refuses_before_the_training(lightning, tmp_path, unchecked):
