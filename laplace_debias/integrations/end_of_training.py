@@ -26,7 +26,9 @@ from laplace_debias.curvature.data.dataset_size import (
 from laplace_debias.curvature.data.shards import ShardedBatches, check_dispatched, with_batches
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.curvature.structures import curvature_structure
 from laplace_debias.laplace import Laplace
+from laplace_debias.laplace.fitting.auto import Auto
 from laplace_debias.metrics import Report
 from laplace_debias.system.ranks import process_group
 
@@ -191,8 +193,9 @@ class PosteriorAtEnd:
 
         Raises:
             ValueError: If the fit reads only a part of the data and the loader does not reveal the
-                size of the data, if accelerate may repeat examples of a stream, or if the sampler
-                of the validation data repeats examples.
+                size of the data, if `mode="auto"` is not possible with the curvature or the order
+                of the training data, if accelerate may repeat examples of a stream, or if the
+                sampler of the validation data repeats examples.
         """
         if self.mode != "full" and _num_data(train_loader, self.mode) is None:
             raise ValueError(
@@ -200,6 +203,9 @@ class PosteriorAtEnd:
                 "examples cannot be inferred from the training loader. Pass "
                 '`mode="full"` to the callback, or use Laplace after the training.'
             )
+        if self.mode == "auto":
+            curvature = self.options.get("curvature", "kfac")
+            Auto(train_loader).check(curvature_structure(curvature, self.options.get("rank")))
         for loader in (train_loader, validation_loader):
             if _is_stream(loader):
                 check_dispatched(loader)

@@ -266,6 +266,8 @@ def test_lightning_refuses_before_the_training(lightning, tmp_path, unchecked):
         (LaplaceCallback(), (TRAIN, None), r"the run has none\. Pass validation data"),
         (LaplaceCallback(network="body"), (TRAIN, VALIDATION), r"no network='body'.*\(inner\)"),
         (LaplaceCallback(curvature="block"), (TRAIN, VALIDATION), "'block'"),
+        (LaplaceCallback(mode="auto", curvature="diag"), (TRAIN, VALIDATION), "got 'diag'"),
+        (LaplaceCallback(mode="auto"), (VALIDATION, VALIDATION), "in the order of the data set"),
         (LaplaceCallback(), ([TRAIN, TRAIN], VALIDATION), "has 2 training loaders"),
         (LaplaceCallback(), (TRAIN, [VALIDATION] * 2), "has 2 validation loaders"),
     ):
@@ -627,6 +629,17 @@ def test_the_trainer_callback_refuses_a_part_of_data_of_unknown_size(tmp_path, u
     run.add_callback(LaplaceCallback(run, params="last_layer", mode="mini"))
     weights = nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
     with pytest.raises(ValueError, match=r'cannot be inferred .* Pass `mode="full"`'):
+        run.train()
+    assert torch.equal(nn.utils.parameters_to_vector(run.model.parameters()), weights)
+
+
+def test_the_trainer_callback_refuses_data_in_order_for_auto(tmp_path, unchecked):
+    run = hugging_face_trainer(tmp_path, train_sampling_strategy="sequential")
+    from laplace_debias.integrations.transformers import LaplaceCallback
+
+    run.add_callback(LaplaceCallback(run, mode="auto"))
+    weights = nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
+    with pytest.raises(ValueError, match="in the order of the data set"):
         run.train()
     assert torch.equal(nn.utils.parameters_to_vector(run.model.parameters()), weights)
 
