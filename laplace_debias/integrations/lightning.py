@@ -23,6 +23,7 @@ from laplace_debias.system.checks import imports_of_extra
 
 with imports_of_extra("lightning", "lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 
 __all__ = ["LaplaceCallback"]
 
@@ -44,7 +45,7 @@ class LaplaceCallback(Callback):
         mode: How much of the training data to use; see `Laplace.fit`.
         tune: Whether to tune and evaluate on the validation data.
         **options: Other arguments of `Laplace`, such as `params="last_layer"`, or `batch=` for
-            batches that are not pairs.
+            batches that are not pairs or that a hook changes.
 
     Attributes:
         laplace: The fitted posterior; None before the end of training.
@@ -52,7 +53,8 @@ class LaplaceCallback(Callback):
 
     Raises:
         ValueError: When training starts, if the module has no such network, there is no validation
-            loader, or there are several loaders. Also raises the errors of `Laplace`.
+            loader, there are several loaders, or a hook of the module or the data module may change
+            the batches and `batch=` is missing. Also raises the errors of `Laplace`.
 
     Example:
         >>> from laplace_debias.integrations.lightning import LaplaceCallback
@@ -82,6 +84,8 @@ class LaplaceCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the options and the loaders before training starts."""
+        if "batch" not in self._settings.options:
+            _check_hooks(trainer, pl_module)
         validation_loader = _validation_loader(trainer) if self._settings.tune else None
         self._settings.check_loaders(_training_loader(trainer), validation_loader)
         self._settings.unfitted(copy_in_eval_mode(self._network(pl_module)))
@@ -120,6 +124,25 @@ class LaplaceCallback(Callback):
                 f"of a submodule ({names}), or None for the module itself."
             )
         return network
+
+
+def _check_hooks(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Require that the network receives the batches of the loaders.
+
+    Raises:
+        ValueError: If a hook of the module or of the data module may change the batches.
+    """
+    # The trainer sets this attribute when the training starts.
+    data_module = getattr(trainer, "datamodule", None)
+    for owner in filter(None, (pl_module, data_module)):
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            if is_overridden(hook, owner):
+                raise ValueError(
+                    f"{type(owner).__name__}.{hook} may change the batches of the training, but the "
+                    "posterior is fitted to the batches of the loaders. Pass `batch=`, a function "
+                    "that makes the same changes. If the hook only augments the training data, pass "
+                    "`batch=lambda batch: batch`."
+                )
 
 
 def _training_loader(trainer: Trainer) -> Any:

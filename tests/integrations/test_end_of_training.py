@@ -441,6 +441,46 @@ def test_lightning_has_batches_of_the_precision_of_the_run(
     close(precision_diagonal(callback.laplace) - prior_precision, expected, 1e-4)
 
 
+@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
+@pytest.mark.parametrize("place", ["module", "data module"])
+def test_lightning_refuses_hooks_that_change_the_batches(
+    lightning, place, hook, tmp_path, unchecked
+):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    class Data(lightning.LightningDataModule):
+        def train_dataloader(self):
+            return TRAIN
+
+        def val_dataloader(self):
+            return VALIDATION
+
+    trained = module(lightning, "inner")
+    data = Data()
+    owner = type(trained) if place == "module" else Data
+    setattr(owner, hook, lambda self, batch, _: (3 * batch[0], batch[1]))
+    run = trainer(lightning, tmp_path, [LaplaceCallback(network="inner")])
+    with pytest.raises(ValueError, match=rf"{owner.__name__}\.{hook} may change the batches"):
+        run.fit(trained, data)
+    assert torch.equal(trained.inner[0].weight, mlp()[0].weight)
+
+
+def test_lightning_accepts_hooks_if_a_function_makes_their_changes(lightning, tmp_path, unchecked):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    def tripled(batch, *_):
+        return 3 * batch[0], batch[1]
+
+    trained = module(lightning, "inner")
+    type(trained).on_after_batch_transfer = lambda self, batch, _: tripled(batch)
+    callback = LaplaceCallback(network="inner", curvature="diag", batch=tripled)
+    trainer(lightning, tmp_path, [callback]).fit(trained, TRAIN, VALIDATION)
+    x = 3 * TRAIN.dataset.tensors[0].double()
+    expected = precision_of(trained.inner.double().eval(), x, 200) - 1
+    prior_precision = callback.laplace.prior_precision
+    close(precision_diagonal(callback.laplace) - prior_precision, expected, 1e-4)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(TRAIN.dataset)
