@@ -138,10 +138,10 @@ def _check_hooks(trainer: Trainer, pl_module: LightningModule) -> None:
         for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
             if is_overridden(hook, owner):
                 raise ValueError(
-                    f"{type(owner).__name__}.{hook} may change the batches of the training, but the "
-                    "posterior is fitted to the batches of the loaders. Pass `batch=`, a function "
-                    "that makes the same changes. If the hook only augments the training data, pass "
-                    "`batch=lambda batch: batch`."
+                    f"{type(owner).__name__}.{hook} may change the batches of the training, but "
+                    "the posterior is fitted to the batches of the loaders. Pass `batch=`, a "
+                    "function that makes the same changes. If the hook only augments the training "
+                    "data, pass `batch=lambda batch: batch`."
                 )
 
 
