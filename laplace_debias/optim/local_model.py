@@ -42,8 +42,11 @@ class LocalModel:
 
 
 def _depends_directly(loss: Tensor, outputs: Tensor, parameters: list[Tensor]) -> bool:
-    """Whether the autograd graph of a loss has a path to a parameter that avoids the outputs."""
-    ids = {id(parameter) for parameter in parameters}
+    """Whether the autograd graph of a loss has a path to a parameter that avoids the outputs.
+
+    The outputs may be a parameter themselves.
+    """
+    ids = {id(parameter) for parameter in parameters if parameter is not outputs}
     visited = {outputs.grad_fn}
     pending = [loss.grad_fn]
     while pending:

@@ -117,3 +117,39 @@ def test_a_penalty_within_the_loss_is_refused():
             function(model, penalised, [batch()], reduction="mean")
     GGN(model, ScaledLoss(), [batch()])
     Quadratic.from_data(model, ScaledLoss(), [batch()])
+
+
+@pytest.mark.filterwarnings("error:Converting a tensor with requires_grad")
+def test_the_loss_may_use_parameters_that_are_not_selected():
+    """They are constants, so the derivatives are those of the loss with the numbers."""
+    model = network()
+    model.register_parameter("log_scale", nn.Parameter(torch.tensor(0.5, dtype=torch.float64)))
+    names = ["4.weight", "4.bias"]
+    for function in (Hessian, GGN, EmpiricalFisher, partial(KFAC, fisher="empirical")):
+        matrices = []
+        for log_scale in (model.log_scale, model.log_scale.detach()):
+
+            def scaled(outputs, targets, log_scale=log_scale):
+                return nn.functional.cross_entropy(log_scale.exp() * outputs, targets)
+
+            operator = function(model, scaled, [batch()], params=names, reduction="mean")
+            matrices.append(operator.to_dense())
+        torch.testing.assert_close(*matrices, rtol=0, atol=0)
+        assert matrices[0].norm() > 0
+
+
+def test_quadratics_may_use_parameters_that_are_not_selected():
+    model = network()
+    quadratics = []
+    for bias in (model[0].bias, model[0].bias.detach()):
+
+        def shifted(outputs, targets, bias=bias):
+            return nn.functional.cross_entropy(outputs * bias.sum(), targets)
+
+        quadratics.append(
+            Quadratic.from_data(
+                model, shifted, [batch()], params=["4.weight", "4.bias"], reduction="mean"
+            )
+        )
+    torch.testing.assert_close(quadratics[0].gradient, quadratics[1].gradient, rtol=0, atol=0)
+    assert quadratics[0].gradient.norm() > 0

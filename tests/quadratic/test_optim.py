@@ -300,6 +300,24 @@ def test_at_a_minimum_the_damping_stays():
     assert optimizer.param_groups[0]["damping"] == 0.4
 
 
+def test_the_outputs_may_be_the_parameter_itself():
+    """The GGN is then the Hessian of the loss, as for a copy of the parameter."""
+    A = randn(3, 3)
+
+    def moved(function):
+        theta = nn.Parameter(randn(3, seed=1))
+
+        def evaluate():
+            outputs = function(theta)
+            return (A @ outputs - 1).square().sum() / 2, outputs
+
+        DebiasedHessianFree([theta], damping=0.1).step(evaluate)
+        return theta.detach()
+
+    assert_close(moved(lambda theta: theta), moved(torch.clone), rtol=1e-12, atol=1e-12)
+    assert not torch.equal(moved(lambda theta: theta), randn(3, seed=1))
+
+
 def penalised(model, closure):
     loss, outputs = closure()
     return loss + 0.1 * sum(parameter.square().sum() for parameter in model.parameters()), outputs

@@ -105,10 +105,11 @@ class Cotangents:
         columns = self._columns(outputs, labels, first_index)
         input_weights = self._mean_weights(labels)
         if weights is None:
-            value = self.loss.value(outputs, labels).double()
+            # A loss with parameters of its own would otherwise keep its graph in the totals.
+            value = self.loss.value(outputs, labels).detach().double()
             return BatchCotangents(columns, value, input_weights)
         weights = weights.to(outputs.device)
-        losses = self.loss.values(outputs, labels).double()
+        losses = self.loss.values(outputs, labels).detach().double()
         # Compute the roots in the precision of the cotangents, not in the precision of the weights.
         columns = scale_examples(columns, weights.to(columns.dtype).sqrt(), 1)
         input_weights = weights if input_weights is None else weights * input_weights

@@ -1,5 +1,7 @@
 """Losses of torch: three losses in closed form, and all other losses by differentiation."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -403,15 +405,15 @@ class AnyLoss(OutputLoss):
 
 
 def check_depends_on_outputs_only(
-    loss: OutputLoss, model: nn.Module, outputs: Tensor, labels: Labels
+    loss: OutputLoss, parameters: Sequence[Tensor], outputs: Tensor, labels: Labels
 ) -> None:
-    """Raise an error for a callable that uses the model's parameters, as a weight decay does.
+    """Raise an error for a callable that uses the given parameters, as a weight decay does.
 
     The part of the loss that does not depend on the outputs would be missing in its derivatives.
+    Parameters that are fixed may be used, because no derivative with respect to them is computed.
     """
     if not isinstance(loss, AnyLoss):
         return
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.enable_grad():
         value = loss.value(outputs.detach(), labels)
         if not value.requires_grad:

@@ -167,7 +167,6 @@ class KFAC(Permuted):
         tap = Tap(network.working_copy())
         read_data = partial(
             LossData,
-            model=model,
             network=network,
             loss=loss,
             reduction=reduction,
@@ -290,7 +289,6 @@ class LossData:
         self,
         batches: Batches,
         *,
-        model: nn.Module,
         network: Network,
         loss: Loss,
         reduction: str | None,
@@ -306,4 +304,4 @@ class LossData:
         outputs = network.first_outputs(self.first.inputs, self.first.num_examples)
         self.scale = loss_scale(self.loss, self.data, outputs)
         labels = self.loss.labels(self.first.targets, outputs.ndim)
-        check_depends_on_outputs_only(self.loss, model, outputs, labels)
+        check_depends_on_outputs_only(self.loss, network.user_parameters, outputs, labels)

@@ -109,7 +109,8 @@ class CurvatureOperator(NetworkOperator):
         with torch.no_grad():
             labels = self._loss.labels(self._data.first().targets, self._first_outputs.ndim)
             value = self._loss.value(self._first_outputs, labels)
-        check_depends_on_outputs_only(self._loss, model, self._first_outputs, labels)
+        parameters = self._network.user_parameters
+        check_depends_on_outputs_only(self._loss, parameters, self._first_outputs, labels)
         if not value.isfinite():
             raise ValueError(
                 f"The loss is {float(value)} on the first batch. Check the targets and the scale "

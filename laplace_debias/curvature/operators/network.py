@@ -137,6 +137,12 @@ class Network:
         return [sum_of_bits(tensor) for tensor in self._user_state if is_never_copied(tensor)]
 
     @property
+    def user_parameters(self) -> tuple[Tensor, ...]:
+        """The selected parameters of the user's model itself, not their copies."""
+        plain = unwrapped(self._user_model)
+        return tuple(plain.get_parameter(name) for name in self.names)
+
+    @property
     def _user_state(self) -> list[Tensor]:
         return [*self._user_model.parameters(), *self._user_model.buffers()]
 
