@@ -117,7 +117,8 @@ class PositionFinder:
         output_positions = {outputs.shape[1:-1].numel(), outputs.shape[2:].numel()}
         block_positions = set[int]().union(*lengths.values())
         self._is_pooled = outputs.ndim == 2 or not block_positions <= output_positions
-        self._pass: _Pass | None = None
+        # The search for conditional layers and the passes for their positions take turns.
+        self._passes: dict[tuple[Block, ...], _Pass] = {}
 
     def find(self, x: Inputs, y: Tensor, conditional: Collection[Site]) -> PresentPositions:
         """Find the positions of a batch that take part.
@@ -179,18 +180,18 @@ class PositionFinder:
         may_hold_padding: bool,
     ) -> Mapping[str, Masks]:
         """Find positions by a backward pass; there are no masks if all positions take part."""
-        blocks = list(dict.fromkeys([*self._blocks, *conditional_blocks]))
-        if self._pass is None or self._pass.blocks != blocks:
-            # The `_Pass` is created only when it is first needed, because its hooks cost time and
+        blocks = tuple(dict.fromkeys([*self._blocks, *conditional_blocks]))
+        if blocks not in self._passes:
+            # A `_Pass` is created only when it is first needed, because its hooks cost time and
             # most data contain no padding.
-            self._pass = _Pass(shared_copy(self._network), blocks)
+            self._passes[blocks] = _Pass(shared_copy(self._network), blocks)
         # The numbers of positions of tokens or masks `[B, T]`.
         tokens = [t for t in tensors_of(x) if t.ndim == 2]
         lengths = {t.shape[1] for t in tokens if not t.is_floating_point() or _is_mask(t)}
         device = self._device
         x = move(x, device, None)
         counted = None if counted is None else counted.to(device, non_blocking=True)
-        masks_by_layer = self._pass.run(x, counted, lengths, may_hold_padding)
+        masks_by_layer = self._passes[blocks].run(x, counted, lengths, may_hold_padding)
         if not masks_by_layer:
             return {}
         everywhere = [mask.all() for masks in masks_by_layer.values() for mask in masks]
