@@ -273,6 +273,14 @@ def test_spectral_norm_tells_a_missed_tolerance():
         assert not spectral_norm(A, tol=1e-8, max_matvecs=10, generator=generator()).converged
 
 
+@pytest.mark.parametrize("max_matvecs", [3, 4, 9, 10])
+def test_the_spectral_norm_takes_at_most_the_given_number_of_products(max_matvecs):
+    A = Matrix(torch.randn(60, 50, generator=generator()))
+    with pytest.warns(RuntimeWarning, match="Raise `max_matvecs`"):
+        norm = spectral_norm(A, tol=1e-9, max_matvecs=max_matvecs, generator=generator())
+    assert norm.num_matvecs == A.columns <= max_matvecs
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("method", METHODS)
 def test_eigenpairs_stay_on_the_gpu(method):

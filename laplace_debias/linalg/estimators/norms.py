@@ -139,7 +139,8 @@ def spectral_norm(
         raise ValueError(
             f"`tol` is {tol}. Pass the largest relative error to accept, a positive number."
         )
-    whole(max_matvecs, "max_matvecs", minimum=2)
+    # If A is not symmetric, one product determines the scale, and each step takes two.
+    whole(max_matvecs, "max_matvecs", minimum=2 if A.is_symmetric else 3)
     check_finite(A)
     closed_form = exact_spectral_norm(A)
     if closed_form is not None:
@@ -170,7 +171,7 @@ def spectral_norm(
             k=1,
             end="magnitude",
             tol=tol if power == 1 else 2**0.5 * tol,
-            max_matvecs=max_matvecs // power,
+            max_matvecs=(max_matvecs - num_scale_matvecs) // power,
             verify=False,
         )
     value = result.pairs.values[0].abs()
