@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -116,9 +116,20 @@ def check_settable(cls: type, name: str) -> None:
         return
     if name in EQUIVALENTS:
         raise AttributeError(explain_laplace_torch_name(name))
-    for meant in difflib.get_close_matches(name, SETTABLE, n=1, cutoff=0.75):
-        if hasattr(cls, meant):
-            advice = f"Did you mean {meant!r}?"
-        else:
-            advice = f"Set `{meant}` of each of its `members`."
-        raise AttributeError(f"{cls.__name__} has no attribute {name!r}. {advice}")
+    if name in SETTABLE:
+        raise AttributeError(
+            f"{cls.__name__} has no attribute {name!r}. Set `{name}` of each of its `members`."
+        )
+    check_spelling(cls, name, SETTABLE)
+
+
+def check_spelling(cls: type, name: str, settable: Collection[str]) -> None:
+    """Reject a name that resembles the name of an attribute that can be set.
+
+    Raises:
+        AttributeError: If the name is probably misspelt.
+    """
+    if name in settable or hasattr(cls, name):
+        return
+    for meant in difflib.get_close_matches(name, settable, n=1, cutoff=0.75):
+        raise AttributeError(f"{cls.__name__} has no attribute {name!r}. Did you mean {meant!r}?")

@@ -767,3 +767,27 @@ def test_an_absent_attribute_is_explained():
     la.fit(loader("classification"))
     assert la.posterior.posterior.curvature.shape == (la.n_params, la.n_params)
     assert la(torch.randn(1, 3).double()).shape[-1] == 2
+
+
+def test_a_misspelt_attribute_is_not_set():
+    la = Laplace(network(), "classification")
+    for wrong, name in (("prior_precison", "prior_precision"), ("sigma_nois", "sigma_noise")):
+        with pytest.raises(AttributeError, match=rf"{wrong!r}\. Did you mean {name!r}\?$"):
+            setattr(la, wrong, 2.0)
+    la.note = "an attribute of the user"
+    la.enable_backprop = True
+    la.prior_precision = 2.0
+    assert la.prior_precision.item() == 2.0
+
+
+def test_a_fit_takes_the_number_of_examples():
+    la = Laplace(network(), "classification", subset_of_weights="all")
+    data = loader("classification").dataset
+    dropping = DataLoader(data, batch_size=len(data) - 1, drop_last=True)
+    with pytest.raises(ValueError, match=rf"pass `num_data={len(data)}`"):
+        la.fit(dropping)
+    la.fit(dropping, num_data=len(data))
+    assert la.n_data == len(data)
+    curvature = la.posterior.posterior.curvature.to_dense()
+    la.fit(DataLoader(data, batch_size=len(data) - 1, sampler=range(len(data) - 1)))
+    torch.testing.assert_close(curvature, la.posterior.posterior.curvature.to_dense())

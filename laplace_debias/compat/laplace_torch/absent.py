@@ -63,6 +63,9 @@ ABSENT_ATTRIBUTES = {
 }
 """The attributes of laplace-torch's classes that are missing here, and what to use instead."""
 
+SETTABLE = ("prior_precision", "prior_mean", "sigma_noise", "temperature", "enable_backprop")
+"""The attributes that can be set."""
+
 ABSENT_ARGUMENTS = {
     "dict_key_x": _MAPPING,
     "dict_key_y": _MAPPING,

@@ -1,7 +1,7 @@
 """A `Laplace` with the arguments, methods and shapes of laplace-torch."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from laplace_debias.compat.laplace_torch.absent import (
     ABSENT_ATTRIBUTES,
+    SETTABLE,
     explains_absent_arguments,
 )
 from laplace_debias.compat.laplace_torch.arguments import (
@@ -55,6 +56,7 @@ from laplace_debias.laplace.laplace import Laplace as Posterior
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.laplace.state.prior import prior_precision_from
+from laplace_debias.laplace.wrong_names import check_spelling
 from laplace_debias.linalg import diagonal, logdet
 from laplace_debias.operators import LinearOperator
 from laplace_debias.system.shown import warn
@@ -187,6 +189,10 @@ class Laplace:
                 )
             return object.__getattribute__(self, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_spelling(type(self), name, SETTABLE)
+        super().__setattr__(name, value)
+
     @property
     def posterior(self) -> Posterior:
         """The underlying `laplace_debias.Laplace`, with the current prior.
@@ -204,22 +210,30 @@ class Laplace:
         self._fit = posterior
         self._prior = None
 
-    def fit(self, train_loader: Batches, override: bool = True, progress_bar: bool = False) -> None:
-        """Fit the posterior to all data in a loader.
+    def fit(
+        self,
+        train_loader: Batches,
+        override: bool = True,
+        progress_bar: bool = False,
+        *,
+        num_data: SupportsIndex | None = None,
+    ) -> None:
+        """Fit the posterior to all the data in a loader.
 
         Args:
             train_loader: Batches `(x, y)`.
             override: Whether to forget earlier data. If false, the new data are added to them; see
                 `laplace_debias.Laplace.update`.
             progress_bar: Whether to show a progress bar.
+            num_data: Number of training examples, if the loader does not yield each of them once.
 
         Raises:
             RuntimeError: If `override` is false and nothing has been fitted.
         """
         if override:
-            self._fit.fit(train_loader, progress=progress_bar)
+            self._fit.fit(train_loader, num_data=num_data, progress=progress_bar)
         else:
-            self._fit.update(train_loader, progress=progress_bar)
+            self._fit.update(train_loader, num_data, progress=progress_bar)
         if self._prior is not None:
             # The parameters of a last layer are known only now, so the precisions are checked here.
             self.prior_precision = self._prior.precisions
