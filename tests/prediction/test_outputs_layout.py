@@ -333,6 +333,38 @@ def test_a_sigmoid_before_a_likelihood_of_logits_is_told(likelihood, y):
         Laplace(model[:1], likelihood).fit([(X, y)])
 
 
+def with_spread(function):
+    """Return a function that keeps the first output, and applies a function to the second."""
+    return lambda f: torch.cat([f[:, :1], function(f[:, 1:])], -1)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "right", "wrong"),
+    [
+        ("poisson", [torch.square, lambda f: f.exp().log()], [torch.exp, F.softplus]),
+        (
+            "heteroscedastic",
+            [with_spread(torch.square), with_spread(lambda s: F.softplus(s).log())],
+            [
+                with_spread(F.softplus),
+                with_spread(lambda s: 1e-6 + F.softplus(s)),
+                lambda f: torch.stack([f[:, 0], f[:, 1].exp()], -1),
+            ],
+        ),
+    ],
+)
+def test_a_positive_function_before_a_likelihood_of_logarithms_is_told(likelihood, right, wrong):
+    y = Y[:, None].double().expand(-1, 2 if likelihood == "poisson" else 1)
+    layer = nn.Linear(4, 2)
+    for function in wrong:
+        with pytest.warns(UserWarning, match=r"ends with a softplus or an exponential.*log"):
+            Laplace(nn.Sequential(layer, Function(function)).eval(), likelihood).fit([(X, y)])
+    for function in (lambda f: f, *right):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Laplace(nn.Sequential(layer, Function(function)).eval(), likelihood).fit([(X, y)])
+
+
 class Shift(nn.Module):
     """Numbers that sum to 1, one of them negative."""
 

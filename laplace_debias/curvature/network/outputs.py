@@ -48,6 +48,12 @@ _RESHAPING = (
     "View",
 )
 """Prefixes of autograd's names for operations that change the shape or dtype, but no values."""
+_JOINING = ("Cat", "Stack")
+"""Prefixes of autograd's names for operations that join several tensors."""
+_BEFORE_OUTPUTS = (*_RESHAPING, *_JOINING, "Add")
+"""Prefixes of the names of operations that may follow a positive function, such as an addition."""
+_POSITIVE = ("ExpBackward0", "SoftplusBackward0")
+"""Autograd's names of functions whose values are positive."""
 _CURRENT: ContextVar["DeferredChecks | None"] = ContextVar("deferred_checks", default=None)
 
 
@@ -297,9 +303,31 @@ def warn_of_sigmoid(network: nn.Module, outputs: Tensor) -> None:
         )
 
 
-def _last_operation(outputs: Tensor) -> str:
-    """Return autograd's name of the last operation that changed values, or "" without a graph."""
+def warn_of_positive(outputs: Tensor, name: str, logarithm: str) -> None:
+    """Warn if outputs that should be logarithms end with a softplus or an exponential.
+
+    Args:
+        outputs: The outputs, with the autograd graph of the network.
+        name: What the logarithms of the likelihood are, for the message.
+        logarithm: Code that computes these logarithms, for the message.
+    """
+    if _last_operation(outputs, _BEFORE_OUTPUTS) in _POSITIVE and bool((outputs >= 0).all()):
+        warn(
+            f"The model ends with a softplus or an exponential, but the likelihood takes {name}. "
+            f"Return {logarithm} from the model."
+        )
+
+
+def _last_operation(outputs: Tensor, skipped: tuple[str, ...] = _RESHAPING) -> str:
+    """Return autograd's name of the last operation that is not skipped, or "" without a graph.
+
+    An operation on several tensors that need gradients is skipped only if it joins them, and then
+    the last tensor counts.
+    """
     node = outputs.grad_fn
-    while node is not None and node.name().startswith(_RESHAPING):
-        node = node.next_functions[0][0]
+    while node is not None and node.name().startswith(skipped):
+        inputs = [function for function, _ in node.next_functions if function is not None]
+        if len(inputs) > 1 and not node.name().startswith(_JOINING):
+            break
+        node = inputs[-1] if inputs else None
     return "" if node is None else node.name()

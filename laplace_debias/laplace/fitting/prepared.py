@@ -165,10 +165,10 @@ def _first_outputs(
 ) -> Tensor:
     """Compute the outputs of a few examples.
 
-    If the likelihood applies a sigmoid, the outputs have the autograd graph of the parameters with
-    these names, which shows whether the network has already applied a sigmoid.
+    Unless the likelihood applies a softmax, the outputs have the autograd graph of the parameters
+    with these names, which shows the function that the network applied last.
     """
-    if likelihood.activation != "sigmoid":
+    if likelihood.activation == "softmax":
         with torch.no_grad(), preserve_attributes(network.modules()):
             return call(network, examples)
     parameters = {name: network.get_parameter(name).detach().requires_grad_() for name in names}

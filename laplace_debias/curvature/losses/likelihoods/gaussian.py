@@ -15,7 +15,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
     check_quantile_probabilities,
     columns_of,
 )
-from laplace_debias.curvature.network.outputs import require
+from laplace_debias.curvature.network.outputs import require, warn_of_positive
 from laplace_debias.system.checks import real
 
 # After this number of halvings, a bracket of quantiles is smaller than float64's rounding error.
@@ -372,6 +372,11 @@ class HeteroscedasticGaussian(Likelihood):
     targets = "numbers"
     outputs_meaning = "means and log-variances"
     has_marginals = True
+
+    def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:
+        """Warn if the network returns standard deviations or variances."""
+        log_variances = outputs[..., outputs.shape[-1] // 2 :]
+        warn_of_positive(log_variances, "log-variances", "`torch.cat([mean, variance.log()], -1)`")
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require outputs `[B, 2C]` and floating-point targets `[B, C]`."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import (
     Categorical,
     Distribution,
@@ -25,7 +25,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
     check_quantile_probabilities,
     columns_of,
 )
-from laplace_debias.curvature.network.outputs import require
+from laplace_debias.curvature.network.outputs import require, warn_of_positive
 
 _NUM_NODES = 32
 # Integrals end where the integrand is at most e⁻³⁶ of its maximum, about the rounding error.
@@ -56,6 +56,10 @@ class Poisson(Likelihood):
     outputs_meaning = "logarithms of rates"
     has_marginals = True
     variances_suffice = True
+
+    def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:
+        """Warn if the network returns rates."""
+        warn_of_positive(outputs, "logarithms of rates", "`rates.log()`")
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Require that the targets are counts and have the shape of the outputs.
