@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from numbers import Real
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import torch
@@ -27,6 +27,24 @@ from laplace_debias.system.checks import check_no_autocast
 Operator = TypeVar("Operator", bound="LinearOperator")
 Parameters = Mapping[str, Tensor] | Sequence[Tensor]
 
+ADVICE = {
+    "bmm": "A @ matrix, or laplace_debias.linalg.inverse(A) @ matrix",
+    "cpu": 'A.to("cpu")',
+    "cuda": 'A.to("cuda")',
+    "diag": "laplace_debias.linalg.diagonal(A).value",
+    "diagonal": "laplace_debias.linalg.diagonal(A).value",
+    "double": "A.to(torch.float64)",
+    "float": "A.to(torch.float32)",
+    "inv": "laplace_debias.linalg.inverse(A)",
+    "inverse": "laplace_debias.linalg.inverse(A)",
+    "logdet": "laplace_debias.linalg.logdet(A).value",
+    "mT": "A.T",
+    "numpy": "A.to_dense().numpy()",
+    "size": "A.shape",
+    "to_matrix": "A.to_dense()",
+    "trace": "laplace_debias.linalg.trace(A).value",
+}
+"""What replaces the names that operators of other libraries and tensors have, as code."""
 NUMPY_TYPES = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -251,6 +269,15 @@ class LinearOperator(ABC):
         vector = torch.zeros(size, dtype=self.dtype, device=self.device)
         vector[position] = 1
         return vector
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ADVICE:
+                raise AttributeError(
+                    f"{type(self).__name__} has no attribute {name!r}. Use {ADVICE[name]}."
+                )
+            return object.__getattribute__(self, name)
 
     def __repr__(self) -> str:
         # The default `repr` of a dataclass would print every tensor in the operator.

@@ -7,6 +7,7 @@ import torch
 from conformance import OperatorConformance
 from matrices import THIN, Opaque, randn, rotation
 
+import laplace_debias.linalg
 from laplace_debias.operators import (
     BlockDiagonal,
     Dense,
@@ -21,6 +22,7 @@ from laplace_debias.operators import (
     Sum,
     assume,
 )
+from laplace_debias.operators.base import ADVICE
 
 
 def eye(n):
@@ -173,3 +175,15 @@ class TestOperators(OperatorConformance):
     def case(self, request, dtype, device):
         (self.symmetric, self.positive_semidefinite), build = CASES[request.param]
         return build(torch.ones((), dtype=dtype, device=device))
+
+
+def test_a_name_of_another_library_is_explained():
+    A = Dense(torch.eye(3, dtype=torch.float64))
+    for name, advice in ADVICE.items():
+        with pytest.raises(AttributeError) as caught:
+            getattr(A, name)
+        assert str(caught.value) == f"Dense has no attribute {name!r}. Use {advice}."
+        if name not in ("bmm", "cuda"):
+            eval(advice, {"A": A, "torch": torch, "laplace_debias": laplace_debias})
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = A.no_such

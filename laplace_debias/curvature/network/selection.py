@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader
 
 from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.network.calling import call
@@ -248,9 +249,15 @@ def _wrong_selection(selection: object, trainable: Mapping[str, nn.Parameter]) -
             f"{expected}, got a module ({type(selection).__name__}). Pass the names of its "
             f"parameters in the model, such as `params={own_names or list(trainable)}`."
         )
+    first = selection[0] if isinstance(selection, Sequence) and selection else None
+    if isinstance(selection, DataLoader) or isinstance(first, tuple | list):
+        return TypeError(
+            f"{expected}, got data ({type(selection).__name__}). The data come before the "
+            "parameters: pass (model, loss, data, params)."
+        )
     type_name = type(selection).__name__
-    if isinstance(selection, Sequence) and selection:
-        type_name += f" of {type(selection[0]).__name__}"
+    if first is not None:
+        type_name += f" of {type(first).__name__}"
     return TypeError(f"{expected}, got a {type_name}. Pass names, such as {list(trainable)}.")
 
 

@@ -136,6 +136,7 @@ class Predictor(ABC):
             The distribution, of batch shape `[B]`: `Categorical` for classes, `Bernoulli` for one
             label, `Independent(Bernoulli)` for several labels (`.mean` contains their
             probabilities), or `MultivariateNormal` for a regression, which includes the noise σ².
+            For quantiles, use `marginals`.
 
         Raises:
             ValueError: If the method or link is unknown; if `samples` is below 1, or the method
