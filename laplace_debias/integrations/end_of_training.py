@@ -29,6 +29,7 @@ from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.structures import curvature_structure
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.fitting.auto import Auto
+from laplace_debias.laplace.tuning.result import Tuning
 from laplace_debias.metrics import Report
 from laplace_debias.system.ranks import process_group
 
@@ -218,12 +219,13 @@ class PosteriorAtEnd:
     @_without_tf32()
     def fit(
         self, la: Laplace, train_loader: Any, validation_loader: Any
-    ) -> tuple[dict[str, float], Report | None]:
+    ) -> tuple[dict[str, float], Report | None, Tuning | None]:
         """Fit, tune and evaluate a posterior.
 
         Returns:
-            Numbers to log, by name, and a report on the validation data, which was also used for
-            tuning. Without tuning, there are no numbers and no report.
+            Numbers to log by name, the evaluation on the validation data, which were also used for
+            tuning, and the result of the tuning. Without tuning, there are no numbers, and the
+            other values are None.
         """
         shared_loader = _shared_loader(train_loader)
         # If the sampler is weighted, the shared loader contains only its draws, not the whole data
@@ -231,7 +233,7 @@ class PosteriorAtEnd:
         sized_loader = train_loader if _is_weighted(train_loader) else shared_loader
         la.fit(shared_loader, mode=self.mode, num_data=_num_data(sized_loader, self.mode))
         if not self.tune:
-            return {}, None
+            return {}, None, None
         validation_loader = _shared_loader(validation_loader)
         network_report = la.evaluate(validation_loader, method="map", intervals=False)
         tuning = la.tune(validation_loader)
@@ -241,4 +243,4 @@ class PosteriorAtEnd:
         numbers["laplace_prior_precision"] = float(la.prior_precision)
         if tuning.link is not None:
             numbers["laplace_temperature"] = tuning.link.temperature
-        return numbers, report
+        return numbers, report, tuning

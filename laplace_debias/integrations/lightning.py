@@ -19,6 +19,7 @@ from laplace_debias.integrations.end_of_training import (
 )
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.fitting.modes import check_mode
+from laplace_debias.laplace.tuning.result import Tuning
 from laplace_debias.system.checks import imports_of_extra
 
 with imports_of_extra("lightning", "lightning"):
@@ -49,6 +50,8 @@ class LaplaceCallback(Callback):
 
     Attributes:
         laplace: The fitted posterior; None before the end of training.
+        tuning: The result of `tune`, which explains the choice; None before the end of training, or
+            without tuning.
         path: The file to which the posterior was saved; None before the end of training.
 
     Raises:
@@ -64,6 +67,7 @@ class LaplaceCallback(Callback):
     """
 
     laplace: Laplace | None = None
+    tuning: Tuning | None = None
     path: Path | None = None
 
     def __init__(
@@ -100,11 +104,12 @@ class LaplaceCallback(Callback):
             path = checkpoint.with_suffix(".posterior.safetensors")
         validation_loader = _validation_loader(trainer) if self._settings.tune else None
         la = self._settings.unfitted(network)
-        numbers, _ = self._settings.fit(la, _training_loader(trainer), validation_loader)
+        numbers, _, tuning = self._settings.fit(la, _training_loader(trainer), validation_loader)
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step=trainer.global_step)
         # Set the attribute first, so that the posterior is not lost if saving fails.
         self.laplace = la
+        self.tuning = tuning
         path.parent.mkdir(parents=True, exist_ok=True)
         la.save(path)
         self.path = path

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood, likelihood_from
 from laplace_debias.integrations.end_of_training import (
     NO_VALIDATION_DATA,
     PosteriorAtEnd,
@@ -12,7 +12,9 @@ from laplace_debias.integrations.end_of_training import (
 )
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.fitting.modes import check_mode
+from laplace_debias.laplace.tuning.result import Tuning
 from laplace_debias.system.checks import check_is, imports_of_extra
+from laplace_debias.system.shown import warn
 
 with imports_of_extra("transformers", "transformers", "accelerate"):
     from transformers import (
@@ -45,6 +47,8 @@ class LaplaceCallback(TrainerCallback):
 
     Attributes:
         laplace: The fitted posterior; None before the end of training.
+        tuning: The result of `tune`, which explains the choice; None before the end of training, or
+            without tuning.
         folder: The folder to which the posterior was saved; None before the end of training.
 
     Raises:
@@ -59,6 +63,7 @@ class LaplaceCallback(TrainerCallback):
     """
 
     laplace: Laplace | None = None
+    tuning: Tuning | None = None
     folder: Path | None = None
 
     def __init__(
@@ -94,7 +99,9 @@ class LaplaceCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Check the loaders before training starts."""
+        """Check the loaders and the loss before training starts."""
+        if args.label_smoothing_factor and self._trainer.compute_loss_func is None:
+            _warn_of_label_smoothing(args.label_smoothing_factor, self._settings.likelihood)
         evaluation_loader = self._trainer.get_eval_dataloader() if self._settings.tune else None
         self._settings.check_loaders(kwargs["train_dataloader"], evaluation_loader)
 
@@ -109,16 +116,31 @@ class LaplaceCallback(TrainerCallback):
         trainer = self._trainer
         la = self._unfitted_posterior()
         evaluation_loader = trainer.get_eval_dataloader() if self._settings.tune else None
-        numbers, report = self._settings.fit(la, trainer.get_train_dataloader(), evaluation_loader)
+        train_loader = trainer.get_train_dataloader()
+        numbers, report, tuning = self._settings.fit(la, train_loader, evaluation_loader)
         trainer.log({f"eval_{name}": number for name, number in numbers.items()})
-        self.folder = _checkpoint_folder(args, state)
-        la.save_pretrained(self.folder, evaluation=report)
+        # Set the attributes before saving, because saving may fail after a long training.
         self.laplace = la
+        self.tuning = tuning
+        folder = _checkpoint_folder(args, state)
+        la.save_pretrained(folder, evaluation=report)
+        self.folder = folder
 
     def _unfitted_posterior(self) -> Laplace:
         """Return an unfitted `Laplace` for the trainer's model."""
         model: Any = self._trainer.model
         return self._settings.unfitted(copy_in_eval_mode(model))
+
+
+def _warn_of_label_smoothing(smoothing: float, likelihood: str | Likelihood) -> None:
+    """Warn if the likelihood does not have the label smoothing of the training loss."""
+    likelihood = likelihood_from(likelihood)
+    if isinstance(likelihood, Categorical) and likelihood.label_smoothing != smoothing:
+        warn(
+            f"The trainer's loss has `label_smoothing_factor={smoothing}`, but the likelihood of "
+            f"the posterior has label smoothing {likelihood.label_smoothing}. Pass "
+            f"Categorical(label_smoothing={smoothing}), from laplace_debias, to the callback."
+        )
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:

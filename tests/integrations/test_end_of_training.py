@@ -19,7 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from laplace_debias import Laplace
+from laplace_debias import Categorical, Laplace
 from laplace_debias.integrations.end_of_training import PosteriorAtEnd
 
 
@@ -111,6 +111,7 @@ def test_lightning_makes_the_folder_of_the_posterior(lightning, tmp_path, unchec
     assert callback.path == folder / "posterior.safetensors"
     assert callback.path.exists()
     assert repr(callback).endswith(f": saved to {callback.path}")
+    assert callback.tuning.prior_precision == float(callback.laplace.prior_precision)
 
 
 def test_lightning_keeps_a_posterior_that_cannot_be_saved(
@@ -571,6 +572,25 @@ def test_the_trainer_has_a_posterior_next_to_its_checkpoint(tmp_path, monkeypatc
     sizes = [len(b["labels"]) for b in batches]
     nll = sum(float(loss) * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
     assert logged["eval_network_nll"] == pytest.approx(nll, rel=1e-4)
+
+
+def test_the_trainer_callback_compares_the_label_smoothing(tmp_path, unchecked):
+    run = hugging_face_trainer(tmp_path, label_smoothing_factor=0.1, max_steps=1)
+    from laplace_debias.integrations.transformers import LaplaceCallback
+
+    callback = LaplaceCallback(run, params="last_layer")
+    run.add_callback(callback)
+    with pytest.warns(UserWarning, match=r"Pass Categorical\(label_smoothing=0\.1\)"):
+        run.train()
+    assert callback.tuning.prior_precision == float(callback.laplace.prior_precision)
+    assert callback.tuning.message
+    run.remove_callback(callback)
+    matching = LaplaceCallback(run, Categorical(label_smoothing=0.1), params="last_layer")
+    run.add_callback(matching)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The trainer's loss")
+        run.train()
+    assert matching.laplace.likelihood.label_smoothing == 0.1
 
 
 @pytest.mark.slow
