@@ -50,7 +50,10 @@ EQUIVALENTS = {
 OTHER_NAMES = {
     "class_weight": "likelihood=Categorical(class_weights=...)",
     "class_weights": "likelihood=Categorical(class_weights=...)",
+    "interval": "la.marginals(x).icdf(levels) for a regression, or Conformal(la)",
+    "predict_interval": "la.marginals(x).icdf(levels) for a regression, or Conformal(la)",
     "predict_proba": "la.predict(x).probs",
+    "return_std": "la.predict(x).stddev",
     "sample_weight": "batches (x, y, weights)",
 }
 """Names that users of scikit-learn and of the class `Categorical` expect, and their equivalents."""

@@ -298,6 +298,7 @@ def test_nan_parameters_are_refused_by_name(model, loader):
         ([(torch.randn(4, 1, 8, 8), torch.zeros(3, dtype=torch.long))], ValueError, "4 inputs"),
         ([torch.randn(4, 1, 8, 8)], TypeError, "pairs"),
         ([(torch.randn(4, 1, 8, 8), [0, 1, 2, 0])], TypeError, r"got list\. .*as_tensor"),
+        ([(torch.randn(1, 8, 8), 2)], TypeError, r"one number, 2, .* Pass a DataLoader"),
         ([(torch.randn(4, 1, 8, 8).double(), torch.zeros(4).long())], TypeError, "float64"),
         ([(torch.full((4, 1, 8, 8), torch.inf), torch.zeros(4).long())], ValueError, "NaN or Inf"),
     ],

@@ -157,6 +157,10 @@ def test_names_of_laplace_torch_get_ours(la, call, error, ours):
 def test_names_of_scikit_learn_get_ours(la):
     with pytest.raises(AttributeError, match=r"no predict_proba\. Use la\.predict\(x\)\.probs"):
         la.predict_proba(X)
+    with pytest.raises(AttributeError, match=r"no predict_interval\. Use la\.marginals\(x\)\.icdf"):
+        la.predict_interval(X)
+    with pytest.raises(TypeError, match=r"'return_std'.*Use la\.predict\(x\)\.stddev"):
+        la.predict(X, return_std=True)
     with pytest.raises(TypeError, match=r"'sample_weight'.*Use batches \(x, y, weights\)"):
         la.fit(DATA, sample_weight=torch.ones(len(X)))
     with pytest.raises(TypeError, match=r"'class_weights'.*Categorical\(class_weights=\.\.\.\)"):

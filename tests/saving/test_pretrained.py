@@ -90,6 +90,8 @@ def test_wrong_folders_and_arguments_are_rejected(tmp_path, unchecked):
         FileNotFoundError, match=r"There is no folder .*, and this is not the name of a rep"
     ):
         Laplace.from_pretrained(tmp_path / "missing", network())
+    with pytest.raises(FileNotFoundError, match="There is no folder missing, and this is not the"):
+        Laplace.from_pretrained("missing", network())
     la.save_pretrained(tmp_path)
     with pytest.raises(
         ValueError, match=r"applies only to a repository, but .* is a folder\. Remove"

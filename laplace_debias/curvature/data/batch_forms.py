@@ -123,6 +123,12 @@ def named_entries(batch: Any) -> dict[str, Any] | None:
 
 def checked_batch(inputs: Inputs, targets: Any, weights: Any, name: str) -> Batch:
     """Build a batch from entries of equal size and weights that are finite and nonnegative."""
+    if isinstance(targets, int | float):
+        raise TypeError(
+            f"The target of {name} is one number, {targets!r}, so the data yield single examples. "
+            "Pass a DataLoader, such as `DataLoader(dataset, batch_size=128)`, with the collator "
+            "of the training if there is one."
+        )
     if not isinstance(targets, Tensor):
         advice = ' Or use `return_tensors="pt"` in the tokenizer or collator.'
         raise TypeError(

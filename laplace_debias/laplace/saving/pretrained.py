@@ -143,7 +143,7 @@ def posterior_file(folder_or_repository: str, revision: str | None, token: str |
                 f"The folder {folder} has no {POSTERIOR}. Write it with la.save_pretrained(folder)."
             )
         return path
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", folder_or_repository):
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", folder_or_repository):
         raise FileNotFoundError(
             f"There is no folder {folder}, and this is not the name of a repository "
             'either ("user/name"). Check the path, or pass the name of a repository.'

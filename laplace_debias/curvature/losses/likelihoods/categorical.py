@@ -114,8 +114,8 @@ class Categorical(Likelihood):
         num_classes = outputs.shape[1]
         if num_classes < 2:
             raise ValueError(
-                "Classification needs at least two outputs, but the model has one. For a single "
-                'logit, use `likelihood="binary"`.'
+                "Classification needs at least two outputs, but the model has one. For a "
+                'regression, pass `likelihood="regression"`; for a single logit, pass "binary".'
             )
         check_length(self.class_weights, num_classes, "class_weights")
         if _are_soft(targets) and targets.shape == outputs.shape:
