@@ -206,6 +206,28 @@ def test_the_state_is_restored(classifier, tmp_path):
         Conformal(la).load_state_dict({"levels": 1})
 
 
+def test_a_posterior_that_has_changed_since_the_calibration_is_refused(classifier, tmp_path):
+    """The sets of a changed posterior were returned, with less coverage than the level."""
+    model, earlier = classifier
+    x, y = class_data(model, 100, 3)
+    earlier.save(tmp_path / "posterior.safetensors")
+    la = Laplace.load(tmp_path / "posterior.safetensors", model)
+    conformal = Conformal(la).calibrate([(x, y)], LEVEL)
+    state = conformal.state_dict()
+    la.save(tmp_path / "posterior.safetensors")
+    same = Laplace.load(tmp_path / "posterior.safetensors", model)
+    restored = Conformal(same).load_state_dict(state)
+    assert restored.predict(x).contains.equal(conformal.predict(x).contains)
+    la.update([(x[:10], y[:10])])
+    with pytest.raises(RuntimeError, match=r"number of training examples was .* `calibrate"):
+        conformal.predict(x)
+    same.prior_precision = 123.0
+    for call in (lambda: restored.predict(x), lambda: restored.evaluate([(x, y)])):
+        with pytest.raises(RuntimeError, match=r"prior precision was .* is \['123'\]"):
+            call()
+    assert conformal.calibrate([(x, y)], LEVEL).predict(x).sizes.shape == (100,)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -25,6 +25,7 @@ from laplace_debias.laplace.prediction.evaluation import (
     score,
 )
 from laplace_debias.laplace.prediction.predictor import Predictor
+from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.metrics import Report
 from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.definitions import share_statistic
@@ -241,6 +242,7 @@ class Conformal:
         self._groups = groups
         self.quantiles: dict[int, Tensor] = {}
         self.level: float | None = None
+        self._calibrated_for: list[dict[str, Any]] = []
 
     @collective("calibrate")
     def calibrate(
@@ -275,6 +277,7 @@ class Conformal:
             quantiles[group] = conformal_quantile(scores[groups == group], level)
         self.quantiles = quantiles
         self.level = level
+        self._calibrated_for = self._posterior_values()
         return self
 
     def predict(
@@ -287,7 +290,8 @@ class Conformal:
             generator: Seeds the draws, if the method draws samples.
 
         Raises:
-            RuntimeError: If `calibrate` has not been called.
+            RuntimeError: If `calibrate` has not been called, or the posterior was tuned or updated
+                since.
             ValueError: If a group has no calibration examples. Also raises the errors of
                 `Laplace.predict`.
         """
@@ -356,7 +360,7 @@ class Conformal:
         return report_of(statistics, labels, level)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the level, the quantiles, and the settings for which they were computed.
+        """Return the level, the quantiles, and the settings and posterior used to compute them.
 
         The posterior is not included; save it to a file of its own.
         """
@@ -364,6 +368,7 @@ class Conformal:
             "level": self.level,
             "quantiles": dict(self.quantiles),
             "settings": self._settings,
+            "posterior": self._calibrated_for,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> "Conformal":
@@ -373,11 +378,11 @@ class Conformal:
             ValueError: If an entry is missing, or if the quantiles were computed for other
                 settings, with which the coverage would differ.
         """
-        if set(state) != {"level", "quantiles", "settings"}:
+        if set(state) != {"level", "quantiles", "settings", "posterior"}:
             raise ValueError(
                 f"The state has the entries {sorted(state)}. Pass what `Conformal.state_dict()` "
-                "returned, with 'level', 'quantiles' and 'settings'. States of earlier versions "
-                "lack the settings: call `calibrate` again."
+                "returned, with 'level', 'quantiles', 'settings' and 'posterior'. States of "
+                "earlier versions lack some of them: call `calibrate` again."
             )
         for name, value in self._settings.items():
             saved = state["settings"].get(name)
@@ -389,7 +394,22 @@ class Conformal:
                 )
         self.level = state["level"]
         self.quantiles = dict(state["quantiles"])
+        self._calibrated_for = state["posterior"]
         return self
+
+    def _posterior_values(self) -> list[dict[str, Any]]:
+        """Return the values of each fitted posterior that change if it is tuned or updated."""
+        return [
+            {
+                "likelihood": state.likelihood.describe(),
+                "prior precision": [f"{value:g}" for value in state.prior.precision.reshape(-1)],
+                "temperature": state.temperature,
+                "link": None if state.link is None else str(state.link),
+                "number of training examples": state.posterior.num_data,
+            }
+            for state in self._predictor._states
+            if isinstance(state, FittedPosterior)
+        ]
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -482,3 +502,11 @@ class Conformal:
     def _check_calibrated(self) -> None:
         if self.level is None:
             raise RuntimeError("Conformal is not calibrated. Call `calibrate(loader)` first.")
+        for now, then in zip(self._posterior_values(), self._calibrated_for, strict=False):
+            for name, value in now.items():
+                if value != then[name]:
+                    raise RuntimeError(
+                        f"The posterior has changed since the calibration: its {name} was "
+                        f"{then[name]} and is {value}, so the coverage is not guaranteed. Call "
+                        "`calibrate(loader)` again."
+                    )
