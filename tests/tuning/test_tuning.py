@@ -362,6 +362,19 @@ def test_a_network_that_knows_nothing_is_told_of():
     assert "untrained" not in few.message
 
 
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+def test_training_data_are_recognised(params):
+    """The search over the training data chose a posterior that hardly differs from the network."""
+    model, x, y = problem(num_data=240)
+    la = Laplace(model, params=params).fit([(x[:120], y[:120])])
+    message = r"same NLL, .* probably the training data\. Tune on data"
+    with pytest.warns(UserWarning, match=message):
+        la.tune([(x[60:120], y[60:120]), (x[:60], y[:60])])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message)
+        la.tune([(x[120:], y[120:])])
+
+
 def test_it_reads_well():
     model, x, y = problem(3.0, 1000, temperature=0.3)
     la = Laplace(model).fit([(x, y)])

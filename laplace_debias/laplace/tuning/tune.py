@@ -44,6 +44,7 @@ from laplace_debias.laplace.tuning.result import Alternative, Row, TunedFit, Tun
 from laplace_debias.laplace.tuning.temperature_search import search_temperatures
 from laplace_debias.system.checks import real
 from laplace_debias.system.ranks import process_group
+from laplace_debias.system.shown import warn
 
 DEFAULT_GRID = torch.logspace(-4, 8, 49, dtype=torch.float64)
 """The prior precisions to try unless a grid is passed."""
@@ -51,6 +52,8 @@ TEMPERATURES = tuple(2 ** (k / 8) for k in range(-16, 17))
 """The candidate temperatures: from 1/4 to 4."""
 PER_OUTPUT = "per_output"
 """The value of `sigma=` that tunes the noise of each output."""
+# The relative rounding error of a mean NLL in single precision.
+_ROUNDING = 1e-6
 _TUNE_AGAIN = "Tune again, and pass grid= (command tune: --prior_precisions) with"
 
 
@@ -106,10 +109,29 @@ def tune_on_data(
             tuned = _with_noise_per_output(tuned, stream)
     else:
         tuned = _tune_with_links(fitted, stream, metric, points, link)
+    _warn_of_training_data(fitted, tuned.tuning)
     return tuned.with_notes(
         note_on_assumed_sigma(tuned.fitted, sigma),
         tuned.fitted.note_on_thinning(float(tuned.tuning)),
     )
+
+
+def _warn_of_training_data(fitted: FittedPosterior, tuning: Tuning) -> None:
+    """Warn if the network has the same NLL on the data of the search as on the training data.
+
+    A network without any information has the same NLL on all data.
+    """
+    if tuning.metric != "nll" or tuning.all_alike:
+        return
+    training_nll = fitted.nll / fitted.posterior.num_data
+    for alternative in tuning.alternatives:
+        is_same = math.isclose(alternative.value, training_nll, rel_tol=_ROUNDING)
+        if alternative.name == "network" and is_same:
+            warn(
+                f"The network has the same NLL, {training_nll:.4g}, on these data and on the "
+                "training data, so these are probably the training data. Tune on data that were "
+                "not used for training, or call `tune_evidence()`."
+            )
 
 
 def _tune_with_links(
