@@ -306,7 +306,8 @@ class Laplace(Predictor):
 
         The model's parameters are the mean of the posterior and are not changed. The fit computes
         the curvature of the loss at these parameters, which together with the prior gives the
-        posterior precision. Call `tune` afterwards to choose the prior precision.
+        posterior precision. Call `tune` afterwards to choose the prior precision. A new fit keeps
+        the prior precision and the link of an earlier `tune`, so tune again.
 
         Args:
             train_loader: Batches `(x, y)`, or a fitting scheme such as

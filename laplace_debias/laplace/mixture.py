@@ -1,7 +1,7 @@
 """A mixture of the posteriors of several trained networks."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.inputs import Inputs, Record
@@ -61,6 +61,15 @@ class Mixture(Predictor):
             if not isinstance(member.state, FittedPosterior):
                 raise RuntimeError(f"Member {number} is not fitted. Call its `fit` first.")
             _check_same_likelihood(number, member.likelihood, self.members[0].likelihood)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("_") and hasattr(Laplace, name):
+                raise AttributeError(
+                    f"A Mixture has no {name!r}. Use the {name!r} of each of its `members`."
+                )
+            return object.__getattribute__(self, name)
 
     def __repr__(self) -> str:
         return "\n".join([f"Mixture of {len(self.members)}:", *map(repr, self.members)])

@@ -138,6 +138,15 @@ def test_evaluation_takes_foreign_inputs():
     assert any("far" in key for key in report)
 
 
+def test_an_attribute_of_the_members_is_explained():
+    mixture = Mixture([Laplace(nn.Linear(2, 3)).fit([(torch.randn(9, 2), torch.arange(9) % 3)])])
+    for name in ("tune", "save", "export", "prior_precision"):
+        with pytest.raises(AttributeError, match=f"has no '{name}'.* of each of its `members`"):
+            getattr(mixture, name)
+    with pytest.raises(AttributeError, match="no attribute 'no_such'"):
+        _ = mixture.no_such
+
+
 def test_members_that_do_not_go_together_are_refused(unchecked):
     la = member("classification", 1)
     with pytest.raises(ValueError, match="has no members"):
