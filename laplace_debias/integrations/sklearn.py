@@ -20,6 +20,7 @@ from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.state.prior import PriorPrecision
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.system.checks import imports_of_extra, whole
+from laplace_debias.system.shown import warn
 from laplace_debias.system.threads import GLOBAL_GENERATOR
 
 with imports_of_extra("sklearn", "sklearn"):
@@ -447,6 +448,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         sigma: Any = self.sigma
         if sigma is None and likelihood == "regression":
             sigma = _residual_deviations(network, X, targets, self.batch_size, weights)
+            _warn_of_poor_means(sigma, targets, weights)
         self._fit_laplace(network, likelihood, X, targets, weights, sigma)
         self._y_is_vector = y.ndim == 1
         return self
@@ -599,6 +601,22 @@ def _targets(y: np.ndarray, likelihood: str, network: nn.Module) -> Tensor:
         # Half precision would round large indices.
         return torch.tensor(y, dtype=torch.long, device=_first_parameter(network).device)
     return _tensor(y, network)
+
+
+def _warn_of_poor_means(
+    residual_deviations: list[float], y: np.ndarray, weights: np.ndarray | None
+) -> None:
+    """Warn if the network fits a target worse than the mean of the training targets does."""
+    deviations = np.sqrt(np.average((y - np.average(y, 0, weights)) ** 2, 0, weights))
+    for residual, deviation in zip(residual_deviations, deviations.tolist(), strict=True):
+        if residual > deviation > 0:
+            warn(
+                "The network predicts the training targets worse than their mean does: the root "
+                f"mean square error is {residual:.3g}, and the standard deviation of the targets "
+                f"is {deviation:.3g}. Standardise the targets "
+                "(`TransformedTargetRegressor(..., transformer=StandardScaler())`) and the inputs, "
+                "or train for more epochs."
+            )
 
 
 def _residual_deviations(

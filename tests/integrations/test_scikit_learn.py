@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -360,6 +361,17 @@ def test_the_evidence_chooses_prior_and_noise():
     fixed = trained_here(LaplaceRegressor, prior_precision="evidence", sigma=0.5).fit(X, y / 50)
     assert fixed.laplace_.sigma == 0.5
     assert fixed.laplace_.prior_precision != la.prior_precision
+
+
+def test_a_network_that_predicts_worse_than_the_mean_is_reported():
+    """The learning rate does not suit targets far from 0, so the network learned nothing."""
+    X, y = make_regression(60, 3, random_state=0)
+    y = 500 + y
+    with pytest.warns(UserWarning, match=r"worse than their mean does.*Standardise the targets"):
+        trained_here(LaplaceRegressor, epochs=2).fit(X, y)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The network predicts")
+        trained_here(LaplaceRegressor, epochs=50).fit(X, (y - y.mean()) / y.std())
 
 
 def test_a_grid_search_over_prior_precision_and_structure_in_a_pipeline():

@@ -51,7 +51,8 @@ def trace(
         method: `"hutchinson"`, `"hutch++"` or `"xtrace"`.
         num_matvecs: Number of products; at least 3 for Hutch++ and 6 for XTrace, which uses an even
             number.
-        generator: Source of randomness, on the operator's device.
+        generator: Source of randomness, on the operator's device, such as
+            `torch.Generator().manual_seed(0)`.
         progress: Whether to show a progress bar.
 
     Raises:

@@ -37,6 +37,9 @@ def inverse(
       adjoint. The number of steps grows with the condition number (for `"cg"`, with its square
       root).
 
+    To damp an operator, invert `A + damping * Identity(n)`. For a structured A, such as `KFAC`, the
+    sum is structured too.
+
     Args:
         A: Operator `[n, n]`.
         method: `"cg"` or `"lsmr"`. If there is a closed form, the method and all options are
