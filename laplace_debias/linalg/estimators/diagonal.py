@@ -5,8 +5,12 @@ from collections.abc import Callable
 import torch
 
 from laplace_debias.linalg.checks import check_choice, check_square
-from laplace_debias.linalg.estimators.leave_one_out import ValueAndError, xdiag
-from laplace_debias.linalg.estimators.quadratic_forms import RunningMoments, at_least_rounding
+from laplace_debias.linalg.estimators.leave_one_out import xdiag
+from laplace_debias.linalg.estimators.quadratic_forms import (
+    RunningMoments,
+    ValueAndError,
+    at_least_rounding,
+)
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import Estimate
@@ -54,7 +58,7 @@ def diagonal(
     """
     n = check_square(A, "diagonal", generator)
     check_choice(method, _METHODS, "method")
-    estimate, least = _METHODS[method]
+    estimator, least = _METHODS[method]
     whole(num_matvecs, "num_matvecs", least)
     closed_form = exact_diagonal(A)
     if closed_form is not None:
@@ -64,13 +68,8 @@ def diagonal(
         if total == n:
             diagonals = [columns[rows].diagonal() for rows, columns in products.columns()]
             return Estimate.exact(torch.cat(diagonals), products.count)
-        mean, standard_error, degrees = estimate(products, total, generator)
-    return Estimate(
-        mean.to(A.dtype),
-        standard_error.to(A.dtype),
-        products.count,
-        degrees_of_freedom=degrees.to(A.dtype),
-    )
+        estimate = estimator(products, total, generator)
+    return estimate.to_estimate(products.count, A.dtype)
 
 
 def _hutchinson(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
@@ -85,7 +84,8 @@ def _hutchinson(products: Products, total: int, generator: torch.Generator | Non
         standard_error = (moments.deviations / (total - 1) / total).sqrt()
         dtype = products.operator.dtype
         standard_error = at_least_rounding(standard_error, moments.mean.abs(), dtype)
-    return moments.mean, standard_error, torch.full_like(moments.mean, total - 1.0)
+    degrees = torch.full_like(moments.mean, total - 1.0)
+    return ValueAndError(moments.mean, standard_error, degrees)
 
 
 # Each method with its smallest number of products. XDiag needs three probes, because its jackknife

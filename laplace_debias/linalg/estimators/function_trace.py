@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.linalg.checks import check_square
+from laplace_debias.linalg.estimators.quadratic_forms import ValueAndError
 from laplace_debias.linalg.estimators.quadrature import Quadrature, lanczos_quadrature, values_at
 from laplace_debias.linalg.results import Estimate
 from laplace_debias.operators.base import LinearOperator
@@ -83,13 +84,9 @@ def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int)
     bias = (values[1] - values[0]) / (2**0.25 - 1)
     squared_bias = bias**2 + _rounding(rule, function, size) ** 2
     degrees = with_bias(degrees, standard_error**2, squared_bias)
-    dtype = rule.nodes.dtype
-    return Estimate(
-        mean.to(dtype),
-        (standard_error**2 + squared_bias).sqrt().to(dtype),
-        rule.num_matvecs,
-        degrees_of_freedom=degrees.to(dtype),
-    )
+    standard_error = (standard_error**2 + squared_bias).sqrt()
+    estimate = ValueAndError(mean, standard_error, degrees)
+    return estimate.to_estimate(rule.num_matvecs, rule.nodes.dtype)
 
 
 def _rounding(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int) -> Tensor:

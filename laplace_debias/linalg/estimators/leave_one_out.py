@@ -6,12 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.linalg.estimators.quadratic_forms import at_least_rounding
+from laplace_debias.linalg.estimators.quadratic_forms import ValueAndError, at_least_rounding
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
-
-ValueAndError = tuple[Tensor, Tensor, Tensor]
-"""A value, its standard error, and the degrees of freedom of this standard error."""
 
 
 def xtrace(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
@@ -38,7 +35,8 @@ def xtrace(products: Products, total: int, generator: torch.Generator | None) ->
     without_each = torch.stack([problem.without(i).estimate() for i in range(probes.shape[1])])
     standard_error, degrees = jackknife(without_each)
     magnitude = problem.basis_images.diagonal().abs().sum() + problem.forms.abs().mean()
-    return value, at_least_rounding(standard_error, magnitude, A.dtype), degrees
+    standard_error = at_least_rounding(standard_error, magnitude, A.dtype)
+    return ValueAndError(value, standard_error, degrees)
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,8 @@ def xdiag(products: Products, total: int, generator: torch.Generator | None) -> 
     without_each = torch.stack([estimate(every[every != i]) for i in range(num_probes)])
     standard_error, degrees = jackknife(without_each)
     magnitude = (U * rows).abs().sum(dim=1)
-    return value, at_least_rounding(standard_error, magnitude, A.dtype), degrees
+    standard_error = at_least_rounding(standard_error, magnitude, A.dtype)
+    return ValueAndError(value, standard_error, degrees)
 
 
 def relative_precision(images: Float[Tensor, "n k"]) -> float:

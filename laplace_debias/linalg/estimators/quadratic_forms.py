@@ -1,23 +1,48 @@
 """Means of quadratic forms over probes, with standard errors that use all products."""
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.linalg.results import Estimate
 
-def mean_of(
-    samples: Float[Tensor, "*shape count"],
-) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
-    """Compute the mean over the last dimension, its standard error and its degrees of freedom.
+
+class ValueAndError(NamedTuple):
+    """An estimate in the dtype of its computation, often float64.
+
+    Attributes:
+        value: The estimate.
+        standard_error: The standard error of the value.
+        degrees_of_freedom: The degrees of freedom of the standard error.
+    """
+
+    value: Float[Tensor, "*shape"]
+    standard_error: Float[Tensor, "*shape"]
+    degrees_of_freedom: Float[Tensor, "*shape"]
+
+    def to_estimate(self, num_matvecs: int, dtype: torch.dtype) -> Estimate:
+        """Convert to the dtype of the operator, and add the number of products."""
+        return Estimate(
+            self.value.to(dtype),
+            self.standard_error.to(dtype),
+            num_matvecs,
+            degrees_of_freedom=self.degrees_of_freedom.to(dtype),
+        )
+
+
+def mean_of(samples: Float[Tensor, "*shape count"]) -> ValueAndError:
+    """Compute the mean over the last dimension, with its standard error.
 
     For a single sample, the standard error is infinite and the degrees of freedom are 0.
     """
     count = samples.shape[-1]
     mean = samples.mean(dim=-1)
-    degrees = torch.full_like(mean, count - 1.0)
-    if count == 1:
-        return mean, torch.full_like(mean, torch.inf), degrees
-    return mean, (samples.var(dim=-1) / count).sqrt(), degrees
+    standard_error = torch.full_like(mean, torch.inf)
+    if count > 1:
+        standard_error = (samples.var(dim=-1) / count).sqrt()
+    return ValueAndError(mean, standard_error, torch.full_like(mean, count - 1.0))
 
 
 def at_least_rounding(
@@ -125,8 +150,8 @@ class QuadraticForms:
             self._images.append(images[:, :capacity].clone())
             self._num_probes += self._probes[-1].shape[1]
 
-    def mean(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the mean, its standard error, and the degrees of freedom of the standard error.
+    def mean(self) -> ValueAndError:
+        """Compute the mean with its standard error.
 
         For a single probe, the standard error is infinite and the degrees of freedom are 0.
         """
@@ -138,7 +163,8 @@ class QuadraticForms:
             standard_error = (variance_of_form / count).sqrt()
             degrees = (count - 1) * self._effective_number(mean)
         magnitude = torch.cat(self._magnitudes).mean()
-        return mean, at_least_rounding(standard_error, magnitude, self._dtype), degrees
+        standard_error = at_least_rounding(standard_error, magnitude, self._dtype)
+        return ValueAndError(mean, standard_error, degrees)
 
     def _effective_number(self, mean: Tensor) -> Tensor:
         """Estimate tr(C)²/tr(C²), which is at least 1; return 1 if too few probes were kept."""
@@ -186,8 +212,8 @@ class SquaredNorms:
             self._images.append(images[:, :capacity].clone())
             self._num_images += self._images[-1].shape[1]
 
-    def mean(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the mean, its standard error, and the degrees of freedom of the standard error.
+    def mean(self) -> ValueAndError:
+        """Compute the mean with its standard error.
 
         For a single probe, the standard error is infinite and the degrees of freedom are 0.
         """
@@ -197,7 +223,7 @@ class SquaredNorms:
         if self._num_images >= _MIN_PROBES:
             variance = self._variance_by_pairs(samples)
             standard_error = torch.maximum(standard_error, (variance / count).sqrt())
-        return mean, standard_error, degrees
+        return ValueAndError(mean, standard_error, degrees)
 
     def _variance_by_pairs(self, samples: Float[Tensor, " count"]) -> Float[Tensor, ""]:
         """Compute the variance of a squared norm; 0 if the eigenvalues of M are similar."""

@@ -5,8 +5,12 @@ from collections.abc import Callable
 import torch
 
 from laplace_debias.linalg.checks import check_choice, check_square
-from laplace_debias.linalg.estimators.leave_one_out import ValueAndError, xtrace
-from laplace_debias.linalg.estimators.quadratic_forms import QuadraticForms, at_least_rounding
+from laplace_debias.linalg.estimators.leave_one_out import xtrace
+from laplace_debias.linalg.estimators.quadratic_forms import (
+    QuadraticForms,
+    ValueAndError,
+    at_least_rounding,
+)
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import Estimate
@@ -67,7 +71,7 @@ def trace(
     """
     n = check_square(A, "trace", generator)
     check_choice(method, _METHODS, "method")
-    estimate, least = _METHODS[method]
+    estimator, least = _METHODS[method]
     whole(num_matvecs, "num_matvecs", least)
     closed_form = exact_trace(A)
     if closed_form is not None:
@@ -77,13 +81,8 @@ def trace(
         if total == n:
             traces = [columns[rows].trace() for rows, columns in products.columns()]
             return Estimate.exact(torch.stack(traces).sum(), products.count)
-        mean, standard_error, degrees = estimate(products, total, generator)
-    return Estimate(
-        mean.to(A.dtype),
-        standard_error.to(A.dtype),
-        products.count,
-        degrees_of_freedom=degrees.to(A.dtype),
-    )
+        estimate = estimator(products, total, generator)
+    return estimate.to_estimate(products.count, A.dtype)
 
 
 def _hutchinson(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
@@ -106,9 +105,13 @@ def _hutch_plus_plus(
     images = products(probes - Q @ (Q.T @ probes))
     forms = QuadraticForms(A.is_symmetric, A.dtype)
     forms.add(probes, images - Q @ (Q.T @ images))
-    mean, standard_error, degrees = forms.mean()
-    standard_error = at_least_rounding(standard_error, terms.abs().sum(), A.dtype)
-    return terms.sum() + mean, standard_error, degrees
+    outside = forms.mean()
+    magnitude = terms.abs().sum()
+    return ValueAndError(
+        terms.sum() + outside.value,
+        at_least_rounding(outside.standard_error, magnitude, A.dtype),
+        outside.degrees_of_freedom,
+    )
 
 
 # Each method with its smallest number of products. Hutch++ needs one product for the sketch, one
