@@ -102,6 +102,11 @@ class Batch:
         )
 
 
+def append_dims(tensor: Tensor, ndim: int) -> Tensor:
+    """Append dimensions of size 1 until a tensor has `ndim` dimensions, to broadcast its entries."""
+    return tensor.view(*tensor.shape, *[1] * (ndim - tensor.ndim))
+
+
 def scale_examples(values: Tensor, scales: Float[Tensor, " batch"], dim: int) -> Tensor:
     """Multiply every example by its scale; the examples lie along dimension `dim`."""
     shape = [1] * values.ndim

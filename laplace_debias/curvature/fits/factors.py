@@ -37,7 +37,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from laplace_debias.curvature.data.batch import scale_examples
+from laplace_debias.curvature.data.batch import append_dims, scale_examples
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, add_gram, gram
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.masks import Masks, select_positions
@@ -105,7 +105,7 @@ def _gradients(
     for columns, mask in zip(columns_by_call, masks, strict=True):
         rows = select_positions(columns.unflatten(0, (-1, len(mask))).movedim(-1, 2), mask)
         row_weights = select_positions(weights[:, None].expand_as(mask)[None], mask)[0]
-        rows = rows * row_weights.view(-1, *[1] * (rows.ndim - 2))
+        rows = rows * append_dims(row_weights, rows.ndim - 1)
         weighted_rows.append(rows.flatten(0, 1).unsqueeze(-1))
     return weighted_rows, num_rows, 1
 
@@ -266,12 +266,12 @@ def _mean_activations(
             if masks is not None:
                 # Entries are replaced instead of multiplied by the mask, because padded entries may
                 # be infinite.
-                mask = masks[index][examples].view(*rows.shape[:2], *[1] * (rows.ndim - 2))
-                rows = rows.where(mask, 0)
+                rows = rows.where(append_dims(masks[index][examples], rows.ndim), 0)
             slice_sums.append(rows.sum(1))
+        # Every slice has all positions of some examples.
         num_positions += rows.shape[1]
         sums.append(torch.cat(slice_sums))
     total = torch.stack(sums).sum(0)
     if masks is None:
         return total / max(1, num_positions)
-    return total / _num_positions(masks).clamp_min(1).view(-1, *[1] * (total.ndim - 1))
+    return total / append_dims(_num_positions(masks).clamp_min(1), total.ndim)

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import append_dims
 from laplace_debias.curvature.fits.context import FactorScales
 from laplace_debias.curvature.fits.factor_keys import FactorKey, Side
 from laplace_debias.curvature.fits.factor_sums import FactorSums
@@ -136,7 +137,7 @@ def factor_eigenvalues(
 def _scale_factor(factor: Factor, scales: Float[Tensor, " *groups"]) -> Factor:
     """Multiply the factor of each group by a number; a diagonal factor has no groups."""
     if isinstance(factor, Tensor):
-        return factor * scales.view(*scales.shape, *[1] * (factor.ndim - scales.ndim)).to(factor)
+        return factor * append_dims(scales, factor.ndim).to(factor)
     if not scales.ndim:
         return factor * float(scales)
     rows = factor.rows * scales.sqrt().unsqueeze(-1).to(factor.rows)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import append_dims
+
 # For each call of a layer, a mask [B, T] of the positions that take part; calls may differ in T.
 Masks = Sequence[Tensor]
 
@@ -20,4 +22,4 @@ def select_positions(
     if mask.device.type == "cpu":
         return rows[:, mask]
     # Entries are replaced, not multiplied by the mask, because padded entries may be infinite.
-    return rows.where(mask.view(*mask.shape, *[1] * (rows.ndim - 3)), 0).flatten(1, 2)
+    return rows.where(append_dims(mask, rows.ndim - 1), 0).flatten(1, 2)

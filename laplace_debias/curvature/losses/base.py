@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from laplace_debias.curvature.data.batch import append_dims
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
@@ -147,7 +148,7 @@ class OutputLoss(ABC):
         product = self.hessian(outputs, labels)
         if labels.example_weights is None:
             return product
-        weights = labels.example_weights.to(outputs).view(-1, *[1] * (outputs.ndim - 1))
+        weights = append_dims(labels.example_weights.to(outputs), outputs.ndim)
         return lambda v: weights * product(v)
 
     def root(self, outputs: Tensor, labels: Labels) -> Tensor:

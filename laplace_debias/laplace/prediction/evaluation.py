@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, Distribution, MultivariateNormal, Normal
 
 from laplace_debias import metrics
-from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.data.batch import Batch, append_dims
 from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.data.dataset_size import check_held_out_sampler
 from laplace_debias.curvature.data.shards import check_shared
@@ -292,7 +292,7 @@ def check_targets(
     if counted is None:
         counted = torch.ones(len(labels), dtype=torch.bool, device=labels.device)
     # `log_prob` needs valid targets, so ignored targets are replaced by zero.
-    targets_with_density = torch.where(counted.view(-1, *[1] * (labels.ndim - 1)), labels, 0)
+    targets_with_density = torch.where(append_dims(counted, labels.ndim), labels, 0)
     targets_with_density = targets_with_density.reshape(shape + predictive.event_shape)
     if not isinstance(predictive, torch.distributions.Categorical):
         targets_with_density = targets_with_density.to(values.dtype)
