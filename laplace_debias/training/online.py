@@ -335,7 +335,7 @@ class OnlineCurvature:
     def _prepare(self, stream: Stream) -> BatchMeasurements:
         """Check the model on the first batch, and set up the network that measures batches."""
         state = self._state
-        parameters, context = examine(state, [stream], False, state.config.fisher)
+        parameters, context = examine(state, [stream], reads_all=False, fisher=state.config.fisher)
         measurements = BatchMeasurements(parameters, context)
         if self._loaded is not None:
             self._running.load_state_dict(self._loaded, context)

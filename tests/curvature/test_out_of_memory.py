@@ -111,7 +111,7 @@ def test_one_example_that_does_not_fit_is_refused_with_remedies(case, monkeypatc
     la = Laplace(model, backend="hooks")
     state = la._state
     stream = state.spec.training_stream(batches, state.device)
-    _, problem = examine(state, [stream], False, state.config.fisher)
+    _, problem = examine(state, [stream], reads_all=False, fisher=state.config.fisher)
     fits_up_to(monkeypatch, 0, MESSAGES[0])
     with pytest.raises(RuntimeError, match=r'1 example.*memory_bound=.*fisher="signs"'):
         factor_sums.factor_sums(problem, consecutive([Batch(*pair) for pair in batches]))

@@ -342,7 +342,7 @@ def test_the_time_of_decompositions_grows_with_the_cube_of_their_size(monkeypatc
     monkeypatch.setattr(plans, "_measure", lambda run, _: (0, 2.0, run()))
     setup = Laplace(convolutions())._setup
     stream = setup.spec.training_stream(images(), setup.device)
-    _, context = examine(setup, [stream], False, setup.config.fisher)
+    _, context = examine(setup, [stream], reads_all=False, fisher=setup.config.fisher)
     assert plans._seconds_of_eigh(context, []) == 0
     assert plans._seconds_of_eigh(context, [512]) == 2
     assert plans._seconds_of_eigh(context, [1024, 256, 512]) == pytest.approx(2 * (8 + 1 / 8 + 1))

@@ -103,7 +103,7 @@ class Batch:
 
 
 def append_dims(tensor: Tensor, ndim: int) -> Tensor:
-    """Append dimensions of size 1 until a tensor has `ndim` dimensions, to broadcast its entries."""
+    """Append dimensions of size 1 until there are `ndim` dimensions, to broadcast the entries."""
     return tensor.view(*tensor.shape, *[1] * (ndim - tensor.ndim))
 
 

@@ -105,7 +105,7 @@ class Block:
     def site(self) -> Site:
         """The site where the block is measured."""
         if self.calls:
-            return Site(self.calls, True)
+            return Site(self.calls, is_call=True)
         return Site((self.name if self.rule.is_generic else self.layer,))
 
     @cached_property

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +19,13 @@ from laplace_debias.curvature.operators.tracing import Program, Tensors, Untrace
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
 
-# A linear map of the tensors of one vector or, if the flag is True, of several vectors that are
-# stacked along a new first dimension.
-Map = Callable[[Tensors, bool], Tensors]
+
+class LinearMap(Protocol):
+    """A linear map of vectors, each of which consists of several tensors."""
+
+    def __call__(self, vector: Tensors, /, *, batched: bool) -> Tensors:
+        """Apply the map to a vector or, if batched, to several, stacked along a first dimension."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Linearisation:
     """
 
     outputs: Tensor
-    maps: tuple[Map, ...]
+    maps: tuple[LinearMap, ...]
     num_bytes: int
 
 
@@ -218,7 +223,7 @@ def _check_adjoint(linearisation: Linearisation, parameters: Tensors) -> None:
         raise UntraceableError("derivatives forward and back differ")
 
 
-def are_adjoint(push: Map, pull: Map, parameters: Tensors) -> bool:
+def are_adjoint(push: LinearMap, pull: LinearMap, parameters: Tensors) -> bool:
     """Test with random vectors whether two linear maps are adjoint."""
     generator = torch.Generator(parameters[0].device).manual_seed(0)
 
@@ -229,10 +234,10 @@ def are_adjoint(push: Map, pull: Map, parameters: Tensors) -> bool:
         ]
 
     v = drawn_like(parameters)
-    pushed = push(v, False)
+    pushed = push(v, batched=False)
     # u is drawn, because the pushed vector itself is zero where a derivative is missing.
     u = drawn_like(pushed)
-    pulled = pull(u, False)
+    pulled = pull(u, batched=False)
     # The standard deviation of each product is the norm of the factor that is not drawn.
     scale = max(_product(pushed, pushed), _product(pulled, pulled)) ** 0.5
     allowed = torch.finfo(v[0].dtype).eps ** 0.5 * scale
@@ -254,23 +259,23 @@ def _evaluate(program: Program, points: Tensors, not_counted: Tensors) -> Linear
     return Linearisation(residuals[0], tuple(maps), _num_bytes(residuals, not_counted))
 
 
-def _with_fallback(linear_map: Map) -> Map:
+def _with_fallback(linear_map: LinearMap) -> LinearMap:
     """Apply a map to batched vectors one after the other if torch cannot apply it in one call."""
 
-    def apply(vector: Tensors, batched: bool) -> Tensors:
+    def apply(vector: Tensors, /, *, batched: bool) -> Tensors:
         try:
-            return linear_map(vector, batched)
+            return linear_map(vector, batched=batched)
         except RuntimeError as error:
             if not batched or is_out_of_memory(error):
                 raise
-        products = [linear_map(v, False) for v in zip(*vector, strict=True)]
+        products = [linear_map(v, batched=False) for v in zip(*vector, strict=True)]
         return [torch.stack(tensors) for tensors in zip(*products, strict=True)]
 
     return apply
 
 
 def _apply_function(
-    function: Callable[..., Tensors], residuals: Tensors, vector: Tensors, batched: bool
+    function: Callable[..., Tensors], residuals: Tensors, vector: Tensors, *, batched: bool
 ) -> Tensors:
     """Apply a function to residuals and a vector, or to a batch of vectors."""
     in_dims = (*(None,) * len(residuals), *(0,) * len(vector))

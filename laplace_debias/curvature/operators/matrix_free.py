@@ -165,8 +165,8 @@ class CurvatureOperator(NetworkOperator):
         """Apply Jᵀ M J, where M is the linear map at the outputs."""
         push, pull = item.linearisation.maps
         assert item.at_outputs is not None
-        (tangent,) = push(tensors, batched)
-        return pull((item.at_outputs(tangent),), batched)
+        (tangent,) = push(tensors, batched=batched)
+        return pull((item.at_outputs(tangent),), batched=batched)
 
 
 class Hessian(CurvatureOperator):
@@ -192,7 +192,8 @@ class Hessian(CurvatureOperator):
         return self._lineariser.second_order(self._loss, batch.inputs, labels)
 
     def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:
-        return item.linearisation.maps[0](tensors, batched)
+        (hessian,) = item.linearisation.maps
+        return hessian(tensors, batched=batched)
 
 
 class GGN(CurvatureOperator):

@@ -324,11 +324,12 @@ class Jacobian(NetworkOperator):
         products = vectors.new_empty(len(vectors), self.shape[0])
 
         def push(item: Item) -> None:
+            jacobian, _ = item.linearisation.maps
             for chunk in self._chunks(item, len(vectors)):
                 tangents = vectors[chunk]
                 batched = len(tangents) > 1
                 tensors = self._network.split(tangents if batched else tangents[0])
-                (product,) = item.linearisation.maps[0](tensors, batched)
+                (product,) = jacobian(tensors, batched=batched)
                 products[chunk, item.rows] = product.reshape(len(tangents), -1)
 
         deque(self._map_items(push), maxlen=0)
@@ -345,13 +346,14 @@ class Jacobian(NetworkOperator):
 
         def pull(item: Item) -> None:
             outputs = item.linearisation.outputs
+            _, adjoint = item.linearisation.maps
             for chunk in self._chunks(item, len(vectors)):
                 cotangents = vectors[chunk, item.rows]
                 batched = len(cotangents) > 1
                 shape: tuple[int, ...] = outputs.shape
                 if batched:
                     shape = (len(cotangents), *outputs.shape)
-                gradients = item.linearisation.maps[1]((cotangents.reshape(shape),), batched)
+                gradients = adjoint((cotangents.reshape(shape),), batched=batched)
                 products[chunk] += self._network.join(gradients, batched)
 
         deque(self._map_items(pull), maxlen=0)

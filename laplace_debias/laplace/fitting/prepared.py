@@ -67,6 +67,7 @@ class PreparedFit:
 def examine(
     setup: FitSetup,
     streams: Sequence[Stream],
+    *,
     reads_all: bool,
     fisher: FisherType,
 ) -> tuple[ParameterBlocks, FitContext]:

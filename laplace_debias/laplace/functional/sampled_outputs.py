@@ -74,10 +74,11 @@ def linearised_outputs(
     else:
         with differentiable(network):
             linearisation = linearised_by_reverse(function, trained)
+        push, _ = linearisation.maps
         for samples in _chunks(parameters, shapes):
             pairs = zip(samples, trained, strict=True)
             tangents = [values - trained_value for values, trained_value in pairs]
-            (products,) = linearisation.maps[0](tangents, True)
+            (products,) = push(tangents, batched=True)
             outputs.append(linearisation.outputs + products)
     return _join_samples(outputs)
 
@@ -102,11 +103,11 @@ def _has_forward_derivative(network: nn.Module, names: Sequence[str], example: I
     trained = tuple(network.get_parameter(name).detach() for name in names)
     function = _outputs_as_function(network, names, example)
 
-    def push(tangents: Sequence[Tensor], batched: bool) -> Sequence[Tensor]:
+    def push(tangents: Sequence[Tensor], /, *, batched: bool) -> Sequence[Tensor]:
         with torch.no_grad(), FORWARD_MODE, quiet():
             return jvp(function, trained, tuple(tangents))[1:]
 
-    def pull(cotangents: Sequence[Tensor], batched: bool) -> Sequence[Tensor]:
+    def pull(cotangents: Sequence[Tensor], /, *, batched: bool) -> Sequence[Tensor]:
         with torch.enable_grad():
             leaves = [value.requires_grad_() for value in trained]
             return gradients([function(*leaves)], leaves, cotangents)

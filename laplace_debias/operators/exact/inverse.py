@@ -75,7 +75,11 @@ def _inverse(operator: LinearOperator) -> LinearOperator:
             _reciprocal_of_nonzero(torch.as_tensor(operator.scalar, dtype=operator.dtype)[None])
             return scale(_inverse(operator.operator), 1 / operator.scalar)
         case Assumed():
-            return assume(_inverse(operator.operator), True, operator.positive_semidefinite)
+            return assume(
+                _inverse(operator.operator),
+                symmetric=True,
+                positive_semidefinite=operator.positive_semidefinite,
+            )
         case Permuted():
             return operator.replaced(_inverse(operator.operator))
     return apply_function(operator, _reciprocal_above_rounding)
@@ -105,12 +109,14 @@ def _inverse_of_low_rank(operator: LowRankPlusDiagonal) -> LinearOperator:
     """
     magnitudes = operator.magnitudes
     diagonal = operator.diagonal
-    # If no magnitude is negative, the eigenvalues are sums in which nothing cancels.
-    is_positive = bool((magnitudes >= 0).all() & (diagonal > 0).all())
-    reciprocal = _reciprocal_of_nonzero if is_positive else _reciprocal_above_rounding
+    has_positive_diagonal = bool((diagonal > 0).all())
+    reciprocal = _reciprocal_above_rounding
+    if has_positive_diagonal and bool((magnitudes >= 0).all()):
+        # The eigenvalues are sums in which nothing cancels, so even small ones are precise.
+        reciprocal = _reciprocal_of_nonzero
     if diagonal.ndim == 0:
         return apply_function(operator, reciprocal)
-    if not bool((diagonal > 0).all()):
+    if not has_positive_diagonal:
         raise NoClosedFormError
     # Apply the Woodbury identity to D^-½ A D^-½, for which it is a function of the eigenvalues.
     # This is accurate even if the scales of the two parts are very different.

@@ -213,7 +213,9 @@ class PoissonLogNormal(_Counts):
     def expand(self, batch_shape: Any, _instance: Any = None) -> "PoissonLogNormal":
         """Expand the batch shape."""
         return PoissonLogNormal(
-            self.log_mean.expand(batch_shape), self.log_variance.expand(batch_shape), False
+            self.log_mean.expand(batch_shape),
+            self.log_variance.expand(batch_shape),
+            validate_args=False,
         )
 
     @property
