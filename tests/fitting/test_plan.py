@@ -339,7 +339,7 @@ def test_no_time_of_decompositions_is_told_without_factors(case, curvature):
 
 
 def test_the_time_of_decompositions_grows_with_the_cube_of_their_size(monkeypatch):
-    monkeypatch.setattr(plans, "_measure", lambda run, _: (0, 2.0, run()))
+    monkeypatch.setattr(plans, "_measure", lambda run, _: plans._Cost(0, 2.0, run()))
     setup = Laplace(convolutions())._setup
     stream = setup.spec.training_stream(images(), setup.device)
     _, context = examine(setup, [stream], reads_all=False, fisher=setup.config.fisher)

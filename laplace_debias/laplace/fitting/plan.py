@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -17,7 +17,13 @@ from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.inputs import Inputs, move
 from laplace_debias.curvature.structures import STRUCTURES, CurvatureStructure
-from laplace_debias.curvature.structures.base import NO_ROWS, BlockBytes, NumRows, Workload
+from laplace_debias.curvature.structures.base import (
+    NO_ROWS,
+    BlockBytes,
+    NumRows,
+    TrialPass,
+    Workload,
+)
 from laplace_debias.laplace.fitting.modes import MODES
 from laplace_debias.laplace.fitting.prepared import examine
 from laplace_debias.laplace.fitting.schemes import FOLDS
@@ -92,22 +98,33 @@ class Plan:
         return summary
 
     def __repr__(self) -> str:
-        number = f"{len(self.blocks)} blocks" if self.blocks else "one block"
-        lines = [f"{self.curvature}, {self.mode}: {self.num_parameters:,} parameters in {number}"]
+        num_blocks = f"{len(self.blocks)} blocks" if self.blocks else "one block"
+        title = f"{self.curvature}, {self.mode}: {self.num_parameters:,} parameters in {num_blocks}"
+        tables = [self._totals_table()]
         if self.blocks:
-            rows = [(name, *map(shown_size, sizes)) for name, *sizes in map(astuple, self.blocks)]
-            lines += ["", aligned([("block", "factors", "magnitudes", "posterior"), *rows])]
-        stages = {f"  {name}": number for name, number in self.stages.items()}
-        totals = {"memory at most": self.peak, **stages, "posterior": self.posterior}
+            tables.insert(0, self._blocks_table())
+        return "\n\n".join([title, *tables])
+
+    def _blocks_table(self) -> str:
+        rows = [("block", "factors", "magnitudes", "posterior")]
+        for block in self.blocks:
+            factors = shown_size(block.factors)
+            magnitudes = shown_size(block.magnitudes)
+            rows.append((block.name, factors, magnitudes, shown_size(block.posterior)))
+        return aligned(rows)
+
+    def _totals_table(self) -> str:
+        rows = [("memory at most", shown_size(self.peak))]
+        for name, num_bytes in self.stages.items():
+            rows.append((f"  {name}", shown_size(num_bytes)))
+        rows.append(("posterior", shown_size(self.posterior)))
         if self.available is not None:
-            totals["available"] = self.available
-        total_rows = [(name, shown_size(num_bytes)) for name, num_bytes in totals.items()]
+            rows.append(("available", shown_size(self.available)))
         if self.seconds is not None:
-            total_rows.append(("passes over the data", f"{self.seconds:.3g} s"))
+            rows.append(("passes over the data", f"{self.seconds:.3g} s"))
         if self.decomposition_seconds is not None:
-            row = "eigendecompositions", f"{self.decomposition_seconds:.3g} s"
-            total_rows.append(row)
-        return "\n".join([*lines, "", aligned(total_rows)])
+            rows.append(("eigendecompositions", f"{self.decomposition_seconds:.3g} s"))
+        return aligned(rows)
 
 
 def plan_fit(
@@ -160,9 +177,9 @@ def plan_fit(
         if sizes is not None and trial.seconds is not None:
             decomposition_seconds = reads.num_decompositions * _seconds_of_eigh(context, sizes)
     workload = Workload(
-        reads.is_debiased,
-        reads.num_folds,
-        num_passes,
+        is_debiased=reads.is_debiased,
+        num_folds=reads.num_folds,
+        num_passes=num_passes,
         working_bytes=trial.working_bytes,
         row_bytes=trial.row_bytes,
         num_rows=num_rows,
@@ -256,7 +273,14 @@ def posterior_bytes(
 
 
 class _Trial(NamedTuple):
-    """The cost of the passes over one batch: seconds, and bytes in addition to the sums."""
+    """The cost of the passes over one batch; the default is a trial that was not run.
+
+    Attributes:
+        working_bytes: The largest number of bytes during a pass, not counting its sums.
+        row_bytes: Bytes of all Jacobian rows of the batch.
+        seconds: The time of the passes; None if they were not run.
+        num_rows: The numbers of rows of the factors with thin directions.
+    """
 
     working_bytes: int = 0
     row_bytes: int = 0
@@ -286,17 +310,18 @@ def _num_joined_batches(context: FitContext, x: Inputs, num_batches: int | None)
 
 def _run_trial(structure: CurvatureStructure, context: FitContext, data: Sequence[Batch]) -> _Trial:
     """Run the passes of a fit over one batch to measure their cost, and discard the results."""
-    trial = _Trial(seconds=0.0)
+    working_bytes = 0
+    row_bytes = 0
+    seconds = 0.0
+    num_rows = dict(NO_ROWS)
     for run in structure.trial_passes(context, data):
-        peak, seconds, result = _measure(run, context.device)
-        assert trial.seconds is not None
-        trial = _Trial(
-            max(trial.working_bytes, peak - result.sum_bytes),
-            max(trial.row_bytes, result.row_bytes),
-            trial.seconds + seconds,
-            {**trial.num_rows, **result.num_rows},
-        )
-    return trial
+        cost = _measure(run, context.device)
+        sums: TrialPass = cost.result
+        working_bytes = max(working_bytes, cost.peak_bytes - sums.sum_bytes)
+        row_bytes = max(row_bytes, sums.row_bytes)
+        seconds += cost.seconds
+        num_rows.update(sums.num_rows)
+    return _Trial(working_bytes, row_bytes, seconds, num_rows)
 
 
 def _rows_of_all_batches(num_rows: NumRows, num_passes: int) -> NumRows:
@@ -323,20 +348,24 @@ def _seconds_of_eigh(context: FitContext, sizes: Sequence[int]) -> float:
     # The matrix is drawn on the CPU, because only the CPU's random state is restored after a plan.
     columns = torch.randn(timed_size, timed_size, dtype=context.factor_dtype).to(context.device)
     matrix = columns @ columns.mT
-    _, seconds, _ = _measure(partial(eigh, matrix), context.device)
+    seconds = _measure(partial(eigh, matrix), context.device).seconds
     return seconds * sum((size / timed_size) ** 3 for size in sizes)
 
 
-def _measure(run: Callable[[], Any], device: torch.device) -> tuple[int, float, Any]:
-    """Run a function twice, first to measure its memory and then to measure its time.
+class _Cost(NamedTuple):
+    """The result of a function, the time it took, and the peak number of bytes of its tensors."""
 
-    Returns:
-        The peak number of bytes of the function's tensors, the time in seconds, and the result.
-    """
+    peak_bytes: int
+    seconds: float
+    result: Any
+
+
+def _measure(run: Callable[[], Any], device: torch.device) -> _Cost:
+    """Run a function twice, first to measure its memory and then to measure its time."""
     with MemoryCounter() as memory:
         run()
     start = perf_counter()
     result = run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return memory.peak, perf_counter() - start, result
+    return _Cost(memory.peak, perf_counter() - start, result)

@@ -161,7 +161,7 @@ def coverage(run: Run, methods: dict[str, Look]) -> Picture | None:
         if level is None:
             continue
         observed = (level[:, None] <= _LEVELS).mean(0)
-        panel.assign(key, *ax.plot(_LEVELS, observed, lw=1.5, markersize=3.6, **look.marked))
+        panel.assign(key, *ax.plot(_LEVELS, observed, lw=1.5, markersize=3.6, **look.line_options))
         texts = [
             f"{look.label}\n{100 * q:.0f} % interval contains {100 * o:.1f} % of the targets"
             for q, o in zip(_LEVELS, observed, strict=True)
@@ -210,7 +210,9 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
             groups = [order]  # Use a single group, because the standard deviation is constant.
         predicted = np.array([np.sqrt((deviation[group] ** 2).mean()) for group in groups])
         observed = np.array([np.sqrt((residual[group] ** 2).mean()) for group in groups])
-        panel.assign(key, *ax.plot(predicted, observed, lw=1.2, markersize=4.5, **look.marked))
+        panel.assign(
+            key, *ax.plot(predicted, observed, lw=1.2, markersize=4.5, **look.line_options)
+        )
         texts = [
             f"{look.label}\npredicted {significant(s)}, residuals {significant(w)}"
             for s, w in zip(predicted, observed, strict=True)

@@ -32,12 +32,21 @@ _GROUPS = {
 
 
 @dataclass(frozen=True)
+class ClassProbability:
+    """The predicted probability of a class in percent."""
+
+    name: str
+    percent: float
+    is_true_class: bool
+
+
+@dataclass(frozen=True)
 class Guess:
     """A method's prediction for an example: classes or, for a regression, an interval."""
 
     label: str
     interval: str
-    classes: list[tuple[str, float, bool]]
+    classes: list[ClassProbability]
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ def _card(run: Run, record: ExampleRecord, methods: Mapping[str, str]) -> Card:
         for key, probs in record.probs.items():
             if key in methods:
                 classes = [
-                    (_names(run, label), 100 * prob, label == record.label)
+                    ClassProbability(_names(run, label), 100 * prob, label == record.label)
                     for label, prob in probs[:_SHOWN_CLASSES]
                     if prob >= _LEAST
                 ]

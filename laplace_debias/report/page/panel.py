@@ -56,9 +56,19 @@ class Look:
     dashes: Any
 
     @property
-    def marked(self) -> dict[str, Any]:
+    def line_options(self) -> dict[str, Any]:
         """Matplotlib's options for a line with markers."""
         return {"color": self.colour, "linestyle": self.dashes, "marker": self.marker}
+
+
+class _Note(NamedTuple):
+    """A text that belongs to a point of a method, in the coordinates of the axes' data."""
+
+    axes: Axes
+    method: str
+    x: float
+    y: float
+    text: str
 
 
 class Point(NamedTuple):
@@ -113,17 +123,21 @@ class Panel:
         margins: Mapping[str, float] | None = None,
     ) -> None:
         self.name = name
-        layout = ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.04, hspace=0.03)
-        self._figure = Figure((_WIDTH, height), _UNITS_PER_INCH, layout=None if margins else layout)
-        ratios = {"height_ratios": list(heights), **(margins or {})}
+        layout = None
+        grid_options: dict[str, Any] = {"height_ratios": list(heights)}
+        if margins:
+            grid_options |= margins
+        else:
+            layout = ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.04, hspace=0.03)
+        self._figure = Figure((_WIDTH, height), _UNITS_PER_INCH, layout=layout)
         grid = self._figure.subplots(
-            len(heights), 1, squeeze=False, sharex=True, gridspec_kw=ratios
+            len(heights), 1, squeeze=False, sharex=True, gridspec_kw=grid_options
         )
         self.axes: list[Axes] = list(grid[:, 0])
         for ax in self.axes:
             style_axes(ax)
         self._numbers = itertools.count()
-        self._noted: list[tuple[Axes, str, float, float, str]] = []
+        self._notes: list[_Note] = []
 
     def assign(self, method: str, *artists: Artist) -> None:
         """Assign artists to a method, so that the page shows and hides them with the method."""
@@ -134,25 +148,30 @@ class Panel:
         self, ax: Axes, method: str, x: Iterable[Any], y: Iterable[Any], texts: Sequence[str]
     ) -> None:
         """Add texts that the page shows when a reader points at parts of the figure."""
-        for place_x, place_y, text in zip(x, y, texts, strict=True):
-            if np.isfinite([place_x, place_y]).all():
-                self._noted.append((ax, method, place_x, place_y, text))
+        for x_of_text, y_of_text, text in zip(x, y, texts, strict=True):
+            if np.isfinite([x_of_text, y_of_text]).all():
+                self._notes.append(_Note(ax, method, x_of_text, y_of_text, text))
 
     def finish(
         self, title: str, alt: str, *, method: str | None = None, note: str = ""
     ) -> Picture | None:
         """Finish the figure and return it, or None if it has no notes and so shows no data."""
-        if not self._noted:
+        if not self._notes:
             return None
         buffer = io.StringIO()
         with matplotlib.rc_context({"svg.hashsalt": self.name}):
             self._figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
         top = self._figure.get_figheight() * _UNITS_PER_INCH
         points = []
-        for ax, method_noted, x, y, text in self._noted:
-            units_x, units_y = ax.transData.transform((x, y))
+        for point_note in self._notes:
+            right, up = point_note.axes.transData.transform((point_note.x, point_note.y))
             points.append(
-                Point(round(float(units_x), 1), round(float(top - units_y), 1), method_noted, text)
+                Point(
+                    x=round(float(right), 1),
+                    y=round(float(top - up), 1),
+                    method=point_note.method,
+                    text=point_note.text,
+                )
             )
         return Picture(
             name=self.name,

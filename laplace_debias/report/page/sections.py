@@ -145,7 +145,9 @@ def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
     """
     levels = {run.test.name: 0}
     levels |= {shift.name: shift.severity or 0 for shift in run.sets("shift")}
-    name = METRICS[metric]
+    definition = METRICS[metric]
+    label = definition.label
+    unit = definition.unit
     panel = Panel(f"severity-{metric}", 2.9)
     ax = panel.axes[0]
     ends = []
@@ -157,22 +159,27 @@ def severity(run: Run, methods: dict[str, Look], metric: str) -> Picture | None:
         if len(rows) < 2:
             continue
         x = rows["level"].to_numpy(float) + offset
-        value, low, high = (rows[end].to_numpy(float) for end in ("value", "low", "high"))
+        value = rows["value"].to_numpy(float)
+        low = rows["low"].to_numpy(float)
+        high = rows["high"].to_numpy(float)
         offset += 0.06
         panel.assign(key, ax.vlines(x, low, high, color=look.colour, lw=1.4, alpha=0.6))
-        panel.assign(key, *ax.plot(x, value, lw=1.5, markersize=4.5, **look.marked))
+        panel.assign(key, *ax.plot(x, value, lw=1.5, markersize=4.5, **look.line_options))
         texts = [
-            f"{look.label}, severity {level:.0f}\n{name.label} {_interval(v, a, b)} {name.unit}"
+            f"{look.label}, severity {level:.0f}\n{label} {_interval(v, a, b)} {unit}"
             for level, v, a, b in zip(rows["level"], value, low, high, strict=True)
         ]
         panel.note(ax, key, x, value, texts)
         places = decimals(low[-1], high[-1], value[-1])
         ends.append(f"{look.label} from {number(value[0], places)} to {number(value[-1], places)}")
-    ax.set_xticks(sorted(levels.values()), ["none" if x == 0 else str(x) for x in levels.values()])
-    ax.set(xlabel="Severity", ylabel=f"{name.label} ({name.unit})" if name.unit else name.label)
-    better = f", {name.better} is better" if name.better in ("higher", "lower") else ""
-    alt = f"{name.label} against severity: {'; '.join(ends)}."
-    return panel.finish(f"{name.label}{better}", alt)
+    severities = sorted(levels.values())
+    ax.set_xticks(severities, ["none" if x == 0 else str(x) for x in severities])
+    ax.set(xlabel="Severity", ylabel=f"{label} ({unit})" if unit else label)
+    title = label
+    if definition.better in ("higher", "lower"):
+        title = f"{label}, {definition.better} is better"
+    alt = f"{label} against severity: {'; '.join(ends)}."
+    return panel.finish(title, alt)
 
 
 def _interval(value: float, low: float, high: float) -> str:
