@@ -258,7 +258,9 @@ class ChunkRunner:
             is_first = group_index == 0
             records = forward_pass.backward(group, keeps_graph)
             if is_first and presence is not None and gated_layers:
-                records = presence.examined(records, gated_layers)
+                waiting = list(records)
+                presence.find_missing_gradients(waiting, gated_layers)
+                records = _take_all(waiting)
             for record in records:
                 key = (record.block, group_index)
                 if key not in chunk.added:
@@ -292,6 +294,12 @@ class ChunkRunner:
         weight = input_weight(record)
         self._accumulator.update(record)
         totals.add_input_weight(record.block, weight)
+
+
+def _take_all(waiting: list[BlockRecord]) -> Iterator[BlockRecord]:
+    """Empty a list of records from the front, so that each is freed as soon as it is used."""
+    while waiting:
+        yield waiting.pop(0)
 
 
 def run_example(context: FitContext, x: Inputs) -> tuple[ForwardPass, int]:

@@ -1,6 +1,6 @@
 """Presence, that is, which examples of each chunk of a pass over data take part in a layer."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -74,31 +74,28 @@ class ChunkPresence:
         self._uncalled = uncalled
         self._present = presence.find_positions(chunk, uncalled)
 
-    def examined(
-        self, records: Iterable[BlockRecord], gated_layers: Collection[str]
-    ) -> Iterator[BlockRecord]:
-        """Yield records after a search for conditional layers, if an example lacks a gradient.
+    def find_missing_gradients(
+        self, records: Sequence[BlockRecord], gated_layers: Collection[str]
+    ) -> None:
+        """If an example lacks a gradient, find the conditional layers, and the positions again.
 
         Args:
             records: The records of the first columns.
             gated_layers: The layers whose gradients may vanish for single examples.
         """
-        waiting = list(records)
-        examined = [
+        unclear = [
             record
-            for record in waiting
+            for record in records
             if record.block.layer in gated_layers
             and not record.block.is_vector
             and record.block.layer not in self._present.examined_layers
         ]
         # Most examples have a gradient in the first column, which takes less time to read.
-        if not (_have_gradients(examined, slice(1)) or _have_gradients(examined, slice(None))):
-            sites = {record.block.site for record in examined}
-            self._presence.find_conditional_layers(self._chunk, sites)
-            self._present = self._presence.find_positions(self._chunk, self._uncalled)
-        del examined
-        while waiting:
-            yield waiting.pop(0)
+        if _have_gradients(unclear, slice(1)) or _have_gradients(unclear, slice(None)):
+            return
+        sites = {record.block.site for record in unclear}
+        self._presence.find_conditional_layers(self._chunk, sites)
+        self._present = self._presence.find_positions(self._chunk, self._uncalled)
 
     def masked(self, record: BlockRecord) -> BlockRecord:
         """Return a record with the masks of the positions in its layer that take part."""

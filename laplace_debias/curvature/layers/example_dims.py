@@ -14,18 +14,18 @@ class ExampleDims:
     """The dimension of the examples in the inputs of each layer.
 
     Attributes:
-        common: Paths of embeddings whose input has no dimension for the examples, such as positions
-            `[T]`; every example receives a copy.
+        shared: Paths of embeddings whose input is the same for all examples, such as positions
+            `[T]`, and so has no dimension for the examples; every example receives a copy.
         merged: The number of merged entries per example, for each layer whose input has further
             dimensions, such as windows of an image, merged into the dimension of the examples,
             after the examples.
-        uncopied: Embeddings like those in `common`, but for which the network's forward pass does
+        uncopied: Embeddings like those in `shared`, but for which the network's forward pass does
             not accept a copy for each example.
         shapes: The shapes of all inputs of the embeddings.
         is_known: Whether the shapes of a batch and of the doubled batch have been compared.
     """
 
-    common: set[str] = field(default_factory=set)
+    shared: set[str] = field(default_factory=set)
     merged: dict[str, int] = field(default_factory=dict)
     uncopied: set[str] = field(default_factory=set)
     shapes: dict[str, list[torch.Size]] = field(default_factory=dict)
@@ -35,39 +35,38 @@ class ExampleDims:
     def compare(
         cls,
         network: nn.Module,
-        batch: int,
-        inputs: Mapping[str, list[torch.Size]],
-        doubled: Mapping[str, list[torch.Size]],
+        num_examples: int,
+        shapes: Mapping[str, list[torch.Size]],
+        doubled_shapes: Mapping[str, list[torch.Size]],
     ) -> "ExampleDims":
         """Compare the shapes of layers' inputs for a batch and for a batch of doubled examples.
 
         Args:
             network: The network.
-            batch: The number of examples in the first batch; the second batch has twice as many.
-            inputs: For each layer, by its path, the shapes of its inputs in the first batch, call
-                by call.
-            doubled: The same for the second batch.
+            num_examples: The number of examples in the batch.
+            shapes: For each layer, by its path, the shapes of its inputs, call by call.
+            doubled_shapes: The same for the batch with two copies of each example.
         """
         dims = cls(is_known=True)
-        for path in inputs.keys() & doubled.keys():
+        for path in shapes.keys() & doubled_shapes.keys():
             rule = layer_rule(network.get_submodule(path))
-            sizes = [shape[0] for shape in inputs[path]]
-            sizes_of_doubled = [shape[0] for shape in doubled[path]]
+            sizes = [shape[0] for shape in shapes[path]]
+            doubled_sizes = [shape[0] for shape in doubled_shapes[path]]
             if rule.is_one_hot:
-                dims.shapes[path] = inputs[path]
-                if set(sizes) != {batch} or set(sizes_of_doubled) != {2 * batch}:
-                    dims.common.add(path)
+                dims.shapes[path] = shapes[path]
+                if set(sizes) != {num_examples} or set(doubled_sizes) != {2 * num_examples}:
+                    dims.shared.add(path)
             elif not rule.channels_first:
                 # The layer treats all dimensions between examples and features in the same way.
-                is_double = sizes_of_doubled == [2 * size for size in sizes]
-                num_merged, remainder = divmod(sizes[0], batch)
+                is_double = doubled_sizes == [2 * size for size in sizes]
+                num_merged, remainder = divmod(sizes[0], num_examples)
                 if num_merged > 1 and not remainder and len(set(sizes)) == 1 and is_double:
                     dims.merged[path] = num_merged
         return dims
 
     def is_clear(self, path: str, shape: torch.Size, batch: int) -> bool:
         """Return whether the examples of an embedding's input lie in the expected dimension."""
-        dim = None if path in self.common else 0
+        dim = None if path in self.shared else 0
         shapes = self.shapes.get(path)
         return shapes is None or any(has_form(shape, earlier, dim, batch) for earlier in shapes)
 

@@ -119,7 +119,7 @@ class LayerRecorder:
         x = inputs[0] if inputs else next(iter(named.values()))
         if not self._dims.is_clear(path, x.shape, self._num_examples):
             self.is_unclear = True
-        elif path in self._dims.common:
+        elif path in self._dims.shared:
             x = self._copied_for_each_example(x)
             output = self._copied_for_each_example(output)
         if self._has_graph and not output.requires_grad:

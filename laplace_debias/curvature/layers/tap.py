@@ -236,12 +236,15 @@ class Tap:
         doubled = take(x, torch.arange(num_examples(x)).repeat_interleave(2))
         self._dims = ExampleDims()
         earlier_forms = {} if self._recorder is None else self._recorder.forget_forms()
-        expected, shapes, calls = self._run_both(x, doubled)
-        self._dims = ExampleDims.compare(self.network, num_examples(x), *shapes)
-        if self._dims.common and not self._takes_copies(doubled, expected):
-            self._dims = replace(self._dims, common=set(), uncopied=self._dims.common)
+        first = self._observe(x)
+        second = self._observe(doubled)
+        self._dims = ExampleDims.compare(
+            self.network, num_examples(x), first.input_shapes, second.input_shapes
+        )
+        if self._dims.shared and not self._takes_copies(doubled, second.outputs):
+            self._dims = replace(self._dims, shared=set(), uncopied=self._dims.shared)
         if self._recorder is not None:
-            takes_copies = self._learn_forms(self._recorder, x, doubled, expected, calls)
+            takes_copies = self._learn_forms(self._recorder, x, doubled, first, second)
             self._recorder.add_forms(earlier_forms)
             if not takes_copies:
                 self._recorder.forget_copies()
@@ -251,35 +254,32 @@ class Tap:
         recorder: CallRecorder,
         x: Inputs,
         doubled: Inputs,
-        expected: Tensor,
-        calls: list[RecordedCalls],
+        first: "_Observation",
+        second: "_Observation",
     ) -> bool:
         """Learn the forms of calls; return whether the network accepts the copies needed."""
-        has_copies = recorder.learn(num_examples(x), *calls) or bool(self._dims.common)
+        expected = second.outputs
+        has_copies = recorder.learn(num_examples(x), first.module_calls, second.module_calls)
+        has_copies = has_copies or bool(self._dims.shared)
         for _ in range(_MOST_ROUNDS):
             if not has_copies:
                 return True
             if not self._takes_copies(doubled, expected):
                 return False
             # Copies for one call change the forms of later calls.
-            *_, calls = self._run_both(x, doubled)
-            has_copies = recorder.learn(num_examples(x), *calls)
+            first = self._observe(x)
+            second = self._observe(doubled)
+            has_copies = recorder.learn(num_examples(x), first.module_calls, second.module_calls)
         return True
 
-    def _run_both(
-        self, x: Inputs, doubled: Inputs
-    ) -> tuple[Tensor, list[dict[str, list[torch.Size]]], list[RecordedCalls]]:
-        """Return outputs for the second inputs, and for both the layers' input shapes and calls."""
-        shapes: list[dict[str, list[torch.Size]]] = []
-        calls: list[RecordedCalls] = []
-        for inputs in (x, doubled):
-            recording = self._run(inputs, graph=False)
-            shapes.append({})
-            for layer_call in recording.forward_pass.layer_calls:
-                if layer_call.layer not in self._sites.operands:
-                    shapes[-1].setdefault(layer_call.layer, []).append(layer_call.x.shape)
-            calls.append(recording.module_calls)
-        return recording.forward_pass.outputs, shapes, calls
+    def _observe(self, x: Inputs) -> "_Observation":
+        """Run the network without a graph, and keep only what `_learn` needs."""
+        recording = self._run(x, graph=False)
+        shapes: dict[str, list[torch.Size]] = {}
+        for layer_call in recording.forward_pass.layer_calls:
+            if layer_call.layer not in self._sites.operands:
+                shapes.setdefault(layer_call.layer, []).append(layer_call.x.shape)
+        return _Observation(recording.forward_pass.outputs, shapes, recording.module_calls)
 
     def _takes_copies(self, x: Inputs, expected: Tensor) -> bool:
         """Whether outputs stay the same if each example has its own copy of shared tensors."""
@@ -336,6 +336,15 @@ class Tap:
         if phi._version != version or not is_unchanged:
             return None
         return outputs, phi
+
+
+@dataclass(frozen=True, eq=False)
+class _Observation:
+    """The outputs of a forward pass, the shapes of the layers' inputs, and the module calls."""
+
+    outputs: Tensor
+    input_shapes: dict[str, list[torch.Size]]
+    module_calls: RecordedCalls
 
 
 @dataclass(frozen=True, eq=False)
