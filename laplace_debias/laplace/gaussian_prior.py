@@ -57,8 +57,10 @@ class GaussianPrior:
     def __post_init__(self) -> None:
         for name, value in (("mean", self.mean), ("precision", self.precision)):
             if not isinstance(value, Tensor) or not value.is_floating_point():
-                came = getattr(value, "dtype", type(value).__name__)
-                raise TypeError(f"{name} is {came}. Pass a tensor [D] of floating-point numbers.")
+                dtype_or_type = getattr(value, "dtype", type(value).__name__)
+                raise TypeError(
+                    f"{name} is {dtype_or_type}. Pass a tensor [D] of floating-point numbers."
+                )
             if value.ndim != 1 or len(value) != len(self.mean):
                 raise ValueError(
                     f"`{name}` has shape {tuple(value.shape)}. Pass one number per parameter. "
@@ -127,9 +129,10 @@ class GaussianPrior:
         excess = self.precision.double() - delta
         if parameters.order is not None:
             excess = excess[parameters.order.to(excess.device)]
-        blocks = {DENSE_BLOCK: EigenKronecker(None, None, excess.unsqueeze(1))}
-        if not structure.is_dense:
-            blocks = {}
+        blocks = {}
+        if structure.is_dense:
+            blocks[DENSE_BLOCK] = EigenKronecker(None, None, excess.unsqueeze(1))
+        else:
             by_block = excess.split([block.size for block in parameters.blocks])
             for block, entries in zip(parameters.blocks, by_block, strict=True):
                 magnitudes = entries.view(*block.groups, *block.shape)

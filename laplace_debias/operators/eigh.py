@@ -47,15 +47,16 @@ def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decom
     if matrix.shape[-1] == 1:
         return matrix.squeeze(-1), torch.ones_like(matrix)
     cpu = torch.device("cpu")
-    attempts = (
+    attempts = [
         (torch.linalg.eigh, scaled.dtype, scaled.device),
         (torch.linalg.eigh, torch.float64, scaled.device),
         (torch.linalg.eigh, torch.float64, cpu),
-        (_eigh_by_qr_iterations, torch.float64, cpu),
-    )
+    ]
+    if not scaled.requires_grad:
+        # The QR iterations are not differentiable.
+        attempts.append((_eigh_by_qr_iterations, torch.float64, cpu))
+    # In double precision or on the CPU, some attempts are the same.
     for decompose, dtype, device in dict.fromkeys(attempts):
-        if decompose is _eigh_by_qr_iterations and scaled.requires_grad:
-            break
         try:
             values, vectors = decompose(scaled.to(device, dtype))
         except torch.linalg.LinAlgError:

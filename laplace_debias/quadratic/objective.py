@@ -72,7 +72,7 @@ def objective(
     )
     ranks = process_group()
     batches = RepeatableBatches(network.stream(data), network.device, num_data, ranks)
-    output = output_loss(loss, reduction, network.returns_vector(batches.first().inputs))
+    criterion = output_loss(loss, reduction, network.returns_vector(batches.first().inputs))
     parameters = tuple(p.detach().requires_grad_() for p in network.parameters)
     value = torch.zeros((), dtype=network.dtype, device=network.device)
     gradient = torch.zeros(network.num_parameters, dtype=network.dtype, device=network.device)
@@ -83,18 +83,18 @@ def objective(
         with torch.enable_grad():
             outputs = network.outputs(parameters, read_batch.inputs)
             check_outputs(outputs, least=0)
-            output.check(outputs, targets)
-            labels = output.labels(targets, outputs.ndim)
-            total = output.value(outputs, labels)
+            criterion.check(outputs, targets)
+            labels = criterion.labels(targets, outputs.ndim)
+            total = criterion.value(outputs, labels)
         if number == 0:
-            check_depends_on_outputs_only(output, network.user_parameters, outputs, labels)
+            check_depends_on_outputs_only(criterion, network.user_parameters, outputs, labels)
         gradients = torch.autograd.grad(total, parameters, materialize_grads=True)
         value += total.detach()
         gradient += network.join(gradients, batched=False)
-        count += output.count(targets)
+        count += criterion.count(targets)
     ranks.sum([value, gradient])
     count = sum(ranks.exchange(float(count)))
-    scale = 1 / count if output.reduction == "mean" else 1.0
+    scale = 1 / count if criterion.reduction == "mean" else 1.0
     return Objective(
         value=value * scale,
         gradient=gradient * scale,

@@ -87,7 +87,12 @@ class SideSums:
             self._add_streamed(block, factor.rows.to(self._context.factor_dtype))
             return
         rows.append(factor.rows)
-        num_rows_of_matrix = key.size if self.side is Side.G else key.size // 2 + 1
+        # Only up to half as many rows as columns can remain rows. But rows of G wait until there
+        # are as many as columns, because multiplying the rows of several chunks together is cheaper
+        # than writing G for each chunk.
+        num_rows_of_matrix = key.size // 2 + 1
+        if self.side is Side.G:
+            num_rows_of_matrix = key.size
         if sum(map(len, rows)) >= num_rows_of_matrix:
             self._add_matrix(block, gram(torch.cat(self.rows.pop(block))))
 

@@ -99,6 +99,7 @@ def add_earlier_factors(
         assert isinstance(earlier, EigenKronecker)
         earlier_scales = information.factor_scales[block.name]
         eigenvalues_G, eigenvalues_A = factor_eigenvalues(earlier, earlier_scales.trace_A)
+        # The number of earlier examples over which the earlier A is a mean.
         earlier_in_A = counts.num_earlier * earlier_scales.share_A
         all_totals.add_input_weight(block, earlier_in_A + counts.scale * totals.input_weight(block))
         scales = torch.full_like(eigenvalues_G[..., 0], counts.scale, dtype=torch.float64)
@@ -107,8 +108,8 @@ def add_earlier_factors(
         scales_A = torch.where(is_zero, scale_to_all, scales)
         key_G = FactorKey(block, Side.G)
         key_A = FactorKey(block, Side.A)
-        earlier_G = _factor(key_G, counts.num_earlier * eigenvalues_G, earlier.U_G, new_G)
-        earlier_A = _factor(key_A, earlier_in_A * eigenvalues_A, earlier.U_A, new_A)
+        earlier_G = _rebuild_factor(key_G, counts.num_earlier * eigenvalues_G, earlier.U_G, new_G)
+        earlier_A = _rebuild_factor(key_A, earlier_in_A * eigenvalues_A, earlier.U_A, new_A)
         sums[block] = (
             earlier_G + _scale_factor(new_G, scales),
             earlier_A + _scale_factor(new_A, scales_A),
@@ -144,20 +145,22 @@ def _scale_factor(factor: Factor, scales: Float[Tensor, " *groups"]) -> Factor:
     return GramFactor(rows, factor.residual_trace, factor.max_rows)
 
 
-def _factor(
+def _rebuild_factor(
     key: FactorKey,
     eigenvalues: Float[Tensor, "*groups values"],
     U: Float[Tensor, "*groups d r"] | None,
     new: Factor,
 ) -> Factor:
-    """Build a factor from eigenvalues and eigenvectors, in the same form as the new factor.
+    """Build a factor from its eigenvalues and eigenvectors, in the dtype of the new factor.
+
+    The result is a vector if the factor is diagonal, and otherwise rows or matrices.
 
     Args:
         key: The factor's block and side.
         eigenvalues: The eigenvalues; for a thin basis, the last one is shared by all other
             directions.
         U: The eigenvectors. None means the coordinate axes.
-        new: The factor of new data, to which the result will be added.
+        new: The factor of the new data, to which the result is added.
     """
     dtype = new.dtype if isinstance(new, Tensor) else new.rows.dtype
     values = eigenvalues.to(dtype)
@@ -168,6 +171,8 @@ def _factor(
         return (U * values.unsqueeze(-2)) @ U.mT
     d, r = U.shape[-2:]
     remainder = values[..., -1:]
+    # A streamed factor is never a matrix. Any other factor can be kept as rows, which need less
+    # memory, if it has no groups and is zero outside of the eigenvectors.
     if key.is_streamed or (U.ndim == 2 and not remainder.any()):
         rows = (U * values[:r].sqrt()).mT
         return GramFactor(rows, remainder.squeeze(-1) * (d - r), key.max_rows).compressed()

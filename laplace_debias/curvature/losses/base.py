@@ -281,6 +281,7 @@ class NegativeLogLikelihood(OutputLoss):
         batch = len(outputs)
         weights = labels.curvature_weights
         if weights is not None and weights.shape[-1] > 1:
+            # Each column has its own weight, so the trace without weights cannot be rescaled.
             root = self._root(outputs.double(), labels)
             return root.square().sum(0).reshape(batch, -1).sum(1)
         traces = self.likelihood.hessian_trace(outputs.flatten(0, -2))

@@ -87,9 +87,10 @@ class Lineariser:
 
         def function(points: Tensors, tangents: Tensors) -> tuple:
             """Compute the outputs, and the Hessian's product with the tangents."""
-            tensors = iter(points)
-            parameters, forward = self._unpack_points(tensors, inputs)
-            point_labels = Labels(**with_tensors(vars(labels), tensors))
+            remaining = iter(points)
+            parameters, forward = self._unpack_points(remaining, inputs)
+            # The points of the network are followed by the tensors of the labels.
+            point_labels = Labels(**with_tensors(vars(labels), remaining))
 
             def total(p: tuple[Tensor, ...]) -> Tensor:
                 return loss.weighted_value(forward(*p), point_labels)

@@ -131,10 +131,11 @@ class LowRankCurvature(DenseCurvature):
         rows = kept_row_bytes(workload)
         row_bytes = context.factor_dtype.itemsize * num_parameters(context)
         directions = min(row_bytes * self.num_directions, rows)
-        # Joining the rows of several batches needs memory for a copy of the rows.
         if workload.num_passes == 1:
+            # The working memory of the only pass already contains the rows.
             working_bytes = workload.working_bytes - workload.row_bytes
         else:
+            # Joining the rows of several batches needs memory for a copy of the rows.
             working_bytes = max(workload.working_bytes, rows)
         # While the directions are computed, there are two copies of them, or three in
         # cross-fitting.
