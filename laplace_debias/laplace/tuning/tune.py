@@ -328,52 +328,78 @@ def choose(table: GridMetrics) -> Choice:
     then, which makes the posterior as wide as the data allows.
     """
     link = table.choose_link()
-    num_points = len(table.finite_points)
-    values = table.values[:num_points, link]
-    sums = table.sums[:num_points, link]
+    values = table.values[: len(table.finite_points), link]
     if not values.isfinite().any():
         raise ValueError(
             "The metric is NaN or infinite at every prior precision. Check the outputs of the "
             "network, or convert it to a wider dtype."
         )
-    runs: list[list[int]] = [[]]
-    for index, is_lowest in enumerate((values == values.nan_to_num(math.inf).min()).tolist()):
-        if is_lowest:
-            runs[-1].append(index)
-        elif runs[-1]:
-            runs.append([])
-    longest = max(runs, key=len)
-    lowest = longest[len(longest) // 2]
+    is_lowest = values == values.nan_to_num(math.inf).min()
+    lowest = _middle_of_longest_run(is_lowest.tolist())
     best = lowest
     if table.links and table.links[link].temperature != 1:
         while best > 0 and table.is_tied(Setting(best - 1, link), Setting(lowest, link)):
             best -= 1
+    choice = Setting(best, link)
+    return Choice(choice, _flat_range(table, choice))
+
+
+def _middle_of_longest_run(flags: Sequence[bool]) -> int:
+    """Return the index in the middle of the longest run of true entries; one must be true."""
+    runs: list[list[int]] = [[]]
+    for index, flag in enumerate(flags):
+        if flag:
+            runs[-1].append(index)
+        elif runs[-1]:
+            runs.append([])
+    longest = max(runs, key=len)
+    return longest[len(longest) // 2]
+
+
+def _flat_range(table: GridMetrics, choice: Setting) -> range:
+    """Return the prior precisions around a choice that are worse by at most one standard error.
+
+    The standard errors are paired. The result contains indices of prior precisions.
+    """
+    num_points = len(table.finite_points)
+    values = table.values[:num_points, choice.link]
+    sums = table.sums[:num_points, choice.link]
+    chosen_value = values[choice.point]
     # If a temperature was chosen, a larger prior precision may have a lower value than the chosen
     # one. The comparisons are written so that NaN counts as worse.
-    is_near = (values - values[best]).abs() <= table.standard_errors(sums - sums[best])
-    is_worse = ~is_near & ~(values < values[best])
-    low = best
+    errors = table.standard_errors(sums - sums[choice.point])
+    is_near = (values - chosen_value).abs() <= errors
+    is_worse = ~is_near & ~(values < chosen_value)
+    low = choice.point
     while low > 0 and not is_worse[low - 1]:
         low -= 1
-    high = best
+    high = choice.point
     while high < num_points - 1 and not is_worse[high + 1]:
         high += 1
-    return Choice(Setting(best, link), range(low, high + 1))
+    return range(low, high + 1)
 
 
 def summarise(table: GridMetrics, choice: Choice, metric: str) -> Tuning:
     """Describe a choice and its alternatives; the result does not yet contain σ."""
-    point, link = choice.setting
-    flat = table.prior_precisions[choice.flat.start : choice.flat.stop]
-    alternatives = _alternatives(table, choice.setting) if len(table.links) > 1 else ()
+    setting = choice.setting
+    link = None
+    if table.links:
+        link = _with_temperatures(table, setting)
+    alternatives: tuple[Alternative, ...] = ()
+    if len(table.links) > 1:
+        alternatives = _alternatives(table, setting)
+    flat = None
+    if table.has_errors:
+        flat_precisions = [table.prior_precisions[point] for point in choice.flat]
+        flat = min(flat_precisions), max(flat_precisions)
     return Tuning(
-        prior_precision=table.prior_precisions[point],
+        prior_precision=table.prior_precisions[setting.point],
         metric=metric,
-        value=float(table.values[choice.setting]),
-        table=_rows(table, link, metric),
-        flat=(min(flat), max(flat)) if table.has_errors else None,
+        value=float(table.values[setting]),
+        table=_rows(table, setting.link, metric),
+        flat=flat,
         notes=tuple(_notes(table, choice, alternatives)),
-        link=_with_temperatures(table, choice.setting) if table.links else None,
+        link=link,
         alternatives=alternatives,
     )
 
