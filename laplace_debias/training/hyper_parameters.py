@@ -63,7 +63,13 @@ class HyperParameters:
             log_noise = torch.zeros((), dtype=torch.float64, device=device, requires_grad=True)
             tuned.append(log_noise)
         optimizer = torch.optim.Adam(tuned, lr=learning_rate)
-        return cls(log_deltas, groups, log_noise, fitted.likelihood, optimizer)
+        return cls(
+            log_deltas=log_deltas,
+            groups=groups,
+            log_noise=log_noise,
+            initial=fitted.likelihood,
+            optimizer=optimizer,
+        )
 
     def deltas(self) -> Float[Tensor, " blocks"]:
         """Return δ for each block, detached from the graph."""

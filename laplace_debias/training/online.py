@@ -259,7 +259,13 @@ class OnlineCurvature:
             spec=ModelSpec.checked(trained, state.spec.likelihood, None, state.spec.class_dim),
         )
         curvature = CurvatureFit(self._running.assembled(context), self._running.factors.totals)
-        prepared = PreparedFit(state, measurements.parameters, context, size, MODE)
+        prepared = PreparedFit(
+            setup=state,
+            parameters=measurements.parameters,
+            context=context,
+            size=size,
+            mode=MODE,
+        )
         return Laplace.from_posterior(build_posterior(prepared, curvature))
 
     def state_dict(self) -> dict[str, Any]:

@@ -32,6 +32,7 @@ network architectures".
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -57,12 +58,14 @@ def gradient_factor(record: BlockRecord, as_rows: bool = False) -> Factor:
     """
     block = record.block
     d_out = block.shape[0]
-    columns_by_call, num_rows, divisor = _gradients(record)
-    if as_rows or (num_rows < d_out and d_out >= _WIDE and not block.has_diagonal_G):
-        rows = torch.cat([columns.movedim(-1, 1).flatten(0, 1) for columns in columns_by_call])
+    gradients = _gradients(record)
+    divisor = gradients.divisor
+    has_few_rows = gradients.num_rows < d_out and d_out >= _WIDE and not block.has_diagonal_G
+    if as_rows or has_few_rows:
+        rows = torch.cat([columns.movedim(-1, 1).flatten(0, 1) for columns in gradients.by_call])
         return GramFactor(rows if divisor == 1 else rows * divisor**-0.5)
     total: Tensor | None = None
-    for columns in columns_by_call:
+    for columns in gradients.by_call:
         if columns.shape[-1] > d_out and not block.has_diagonal_G:
             # Products are computed per example, because they are smaller than a copy with the
             # positions as rows.
@@ -75,31 +78,40 @@ def gradient_factor(record: BlockRecord, as_rows: bool = False) -> Factor:
     return total if divisor == 1 else total / divisor
 
 
-def _gradients(
-    record: BlockRecord,
-) -> tuple[Iterable[Float[Tensor, "n *groups d_out positions"]], int, int]:
-    """Return gradients by call, their number of rows, and a divisor.
+class _Gradients(NamedTuple):
+    """The gradients whose outer products, divided by a number, add up to G.
 
-    G is the sum of the outer products of the gradients, divided by the divisor. The number of rows
-    is the number of these outer products.
+    Attributes:
+        by_call: The gradients of each call, or of each slice of the examples.
+        num_rows: The number of outer products.
+        divisor: The number by which their sum is divided.
     """
+
+    by_call: Iterable[Float[Tensor, "n *groups d_out positions"]]
+    num_rows: int
+    divisor: int
+
+
+def _gradients(record: BlockRecord) -> _Gradients:
+    """Return the gradients of a block on one chunk."""
     block = record.block
     num_vectors = record.num_columns * record.num_examples
     if block.is_vector:
         slices_of_rows = record.jacobian_rows()
         # Slices are yielded one at a time to save memory, because even one example of a large
         # parameter may fill a slice.
-        return (rows.flatten(0, 1).unsqueeze(-1) for _, rows in slices_of_rows), num_vectors, 1
+        columns_by_slice = (rows.flatten(0, 1).unsqueeze(-1) for _, rows in slices_of_rows)
+        return _Gradients(columns_by_slice, num_vectors, divisor=1)
     columns_by_call = [gradients.flatten(0, 1) for gradients in record.columns()]
     if block.sharing == "reduce":
         total = torch.stack([columns.sum(-1) for columns in columns_by_call]).sum(0)
-        return [total.unsqueeze(-1)], num_vectors, 1
+        return _Gradients([total.unsqueeze(-1)], num_vectors, divisor=1)
     num_positions = sum(columns.shape[-1] for columns in columns_by_call)
     num_rows = num_vectors * num_positions
     masks = _without_padding(record.layer, block, record.inputs, record.masks)
     if masks is None:
         # If there are no positions, the sum is zero whatever the divisor, and 1 is used.
-        return columns_by_call, num_rows, max(1, num_positions)
+        return _Gradients(columns_by_call, num_rows, divisor=max(1, num_positions))
     weights = _num_positions(masks).to(columns_by_call[0]).clamp_min(1).rsqrt()
     weighted_rows = []
     for columns, mask in zip(columns_by_call, masks, strict=True):
@@ -107,7 +119,7 @@ def _gradients(
         row_weights = select_positions(weights[:, None].expand_as(mask)[None], mask)[0]
         rows = rows * append_dims(row_weights, rows.ndim - 1)
         weighted_rows.append(rows.flatten(0, 1).unsqueeze(-1))
-    return weighted_rows, num_rows, 1
+    return _Gradients(weighted_rows, num_rows, divisor=1)
 
 
 def input_factors(

@@ -63,21 +63,21 @@ class DataTotals:
             own_weight = self.input_weights.get(name, self.weight)
             input_weights[name] = own_weight + other.input_weights.get(name, other.weight)
         return DataTotals(
-            self.num_examples + other.num_examples,
-            self.nll + other.nll,
-            self.num_outputs + other.num_outputs,
-            self.weight + other.weight,
-            input_weights,
+            num_examples=self.num_examples + other.num_examples,
+            nll=self.nll + other.nll,
+            num_outputs=self.num_outputs + other.num_outputs,
+            weight=self.weight + other.weight,
+            input_weights=input_weights,
         )
 
     def discounted(self, decay: float) -> "DataTotals":
         """Return the totals with every example's weight multiplied by a number."""
         return DataTotals(
-            self.num_examples,
-            decay * self.nll,
-            decay * self.num_outputs,
-            decay * self.weight,
-            {name: decay * weight for name, weight in self.input_weights.items()},
+            num_examples=self.num_examples,
+            nll=decay * self.nll,
+            num_outputs=decay * self.num_outputs,
+            weight=decay * self.weight,
+            input_weights={name: decay * weight for name, weight in self.input_weights.items()},
         )
 
     def as_numbers(self) -> "DataTotals":

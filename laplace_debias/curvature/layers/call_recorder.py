@@ -254,6 +254,14 @@ class CallRecorder:
         if "" in self.paths:
             leaves, structure = pytree.tree_flatten(x)
             dims = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
-            network_call = ModuleCall("", self._network, leaves, structure, [outputs], dims, [0])
+            network_call = ModuleCall(
+                path="",
+                module=self._network,
+                leaves=leaves,
+                structure=structure,
+                outputs=[outputs],
+                dims=dims,
+                output_dims=[0],
+            )
             complete_calls.insert(0, network_call)
         return complete_calls

@@ -121,5 +121,11 @@ class ChangeDetector:
             for parameter, part in zip(values, parts, strict=True)
         ]
         others = [tensor for name, tensor in state_tensors(model) if name not in names]
-        self._unchanged = _UnchangedModel(modules, mean, parameters, others, self._frozen)
+        self._unchanged = _UnchangedModel(
+            modules=modules,
+            mean=mean,
+            parameters=parameters,
+            others=others,
+            frozen=self._frozen,
+        )
         return modules

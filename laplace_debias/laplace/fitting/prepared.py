@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,10 +82,10 @@ def examine(
         fisher: The type of the Fisher matrix, with its random seed.
     """
     validate_model(setup.spec.model)
-    example, num_outputs, parameters, tap = _parameters_on_examples(setup, streams, reads_all)
+    checked = _parameters_on_examples(setup, streams, reads_all)
     config = setup.config
-    blocks = parameters.blocks
-    backend = make_backend(config.backend, setup.spec.plain_model, tap, blocks)
+    blocks = checked.parameters.blocks
+    backend = make_backend(config.backend, setup.spec.plain_model, checked.tap, blocks)
     likelihood = NegativeLogLikelihood(setup.spec.likelihood)
     context = FitContext(
         cotangents=Cotangents(likelihood, fisher, setup.spec.class_dim),
@@ -93,24 +94,36 @@ def examine(
         factor_dtype=config.factor_dtype,
         memory_bound=config.memory_bound,
         ranks=process_group(),
-        example=example,
-        num_outputs=num_outputs,
+        example=checked.example,
+        num_outputs=checked.num_outputs,
     )
-    return parameters, context
+    return checked.parameters, context
+
+
+class _CheckedParameters(NamedTuple):
+    """Parameters that were checked on the first batch.
+
+    Attributes:
+        parameters: The parameters.
+        tap: The tap on their layers.
+        example: The inputs of one example.
+        num_outputs: The number of outputs of one example.
+    """
+
+    parameters: ParameterBlocks
+    tap: Tap
+    example: Inputs
+    num_outputs: int
 
 
 def _parameters_on_examples(
     setup: FitSetup,
     streams: Sequence[Stream],
     reads_all: bool,
-) -> tuple[Inputs, int, ParameterBlocks, Tap]:
+) -> _CheckedParameters:
     """Check the parameters on the first batch.
 
     A process without examples uses the batch of the first process that has examples.
-
-    Returns:
-        The inputs of one example, the number of its outputs, the parameters, and the tap on their
-        layers.
     """
     spec = setup.spec
     config = setup.config
@@ -144,7 +157,12 @@ def _parameters_on_examples(
     if reads_all and all(stream.is_reiterable for stream in streams):
         all_inputs = chain.from_iterable(stream.extra_pass() for stream in streams)
     parameters = selected.verified(tap, plain, config, inputs, all_inputs=all_inputs)
-    return take(inputs, slice(0, 1)), outputs.shape[1:].numel(), parameters, tap
+    return _CheckedParameters(
+        parameters=parameters,
+        tap=tap,
+        example=take(inputs, slice(0, 1)),
+        num_outputs=outputs.shape[1:].numel(),
+    )
 
 
 def _first_batch(stream: Stream) -> Batch:

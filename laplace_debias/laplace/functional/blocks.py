@@ -335,7 +335,13 @@ class ColumnRuns:
         columns = runs[is_narrow]
         single_columns = torch.cat([remainder, runs[~is_narrow].flatten()])
         weights = (curvature[columns].mean(1, keepdim=True) + deltas).reciprocal()
-        return cls(columns, weights, single_columns, curvature[single_columns], deltas)
+        return cls(
+            columns=columns,
+            weights=weights,
+            single_columns=single_columns,
+            single_curvature=curvature[single_columns],
+            deltas=deltas,
+        )
 
     def gram(
         self, rows: Float[Tensor, "batch outputs d"]

@@ -151,11 +151,11 @@ class LinearHead:
         if isinstance(output_directions, Basis | ThinBasis):
             U_G = output_directions.frame()
         return cls(
-            block,
-            operator.expanded_magnitudes,
-            posterior.curvature_weight,
-            U_G,
-            operator.input_directions,
+            block=block,
+            magnitudes=operator.expanded_magnitudes,
+            curvature_weight=posterior.curvature_weight,
+            U_G=U_G,
+            input_directions=operator.input_directions,
         )
 
     def rotated_inputs(self, phi: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch columns"]:

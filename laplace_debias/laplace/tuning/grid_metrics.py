@@ -330,7 +330,9 @@ def evaluate_grid_with_noise(
     )
     sums, factors = _with_best_noise(statistics)
     deltas = [gamma / factor**2 for gamma, factor in zip(gammas, factors.tolist(), strict=True)]
-    return GridMetrics(deltas, [], sums, counts, factors)
+    return GridMetrics(
+        prior_precisions=deltas, links=[], sums=sums, counts=counts, sigma_factors=factors
+    )
 
 
 def _scores_of_examples(
