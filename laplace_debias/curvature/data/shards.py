@@ -85,9 +85,11 @@ class ShardedBatches(Sampler[list[int]]):
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.seed = seed
-        is_of_group = rank is None and dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if is_of_group else rank or 0
-        self.num_ranks = dist.get_world_size() if is_of_group else num_ranks or 1
+        if rank is None and dist.is_available() and dist.is_initialized():
+            rank = dist.get_rank()
+            num_ranks = dist.get_world_size()
+        self.rank = rank or 0
+        self.num_ranks = num_ranks or 1
 
     def __repr__(self) -> str:
         return (

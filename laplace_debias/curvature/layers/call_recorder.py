@@ -197,11 +197,11 @@ class CallRecorder:
         call.outputs = [z if z.requires_grad else z.detach().requires_grad_() for z in call.outputs]
         # The forward pass continues with copies, which it may overwrite.
         outputs = iter([z.clone() for z in call.outputs])
-        handed_on = [
+        returned_outputs = [
             next(outputs) if is_tensor else leaf
             for leaf, is_tensor in zip(leaves, is_output, strict=True)
         ]
-        return pytree.tree_unflatten(handed_on, structure)
+        return pytree.tree_unflatten(returned_outputs, structure)
 
     def learn(self, batch: int, calls: RecordedCalls, doubled: RecordedCalls) -> bool:
         """Learn the forms of calls from a batch and from the same batch with doubled examples.

@@ -91,7 +91,7 @@ class ForwardPass:
         num_examples: The number of examples.
         layer_calls: The recorded calls of layers, in order.
         module_calls: The recorded calls of modules that can be run again.
-        handed_on: The tensor with which the forward pass continued after each layer.
+        returned_outputs: The tensor with which the forward pass continued after each layer.
         loops: Paths of modules that `vmap` cannot run; modules with which it fails are added.
         differentiates_one_by_one: Whether columns are pushed back one at a time.
 
@@ -109,7 +109,7 @@ class ForwardPass:
         *,
         layer_calls: list[LayerCall],
         module_calls: list[ModuleCall],
-        handed_on: Mapping[str, weakref.ref[Tensor]],
+        returned_outputs: Mapping[str, weakref.ref[Tensor]],
         loops: set[str],
         differentiates_one_by_one: bool,
     ) -> None:
@@ -119,7 +119,7 @@ class ForwardPass:
         self.layer_calls = layer_calls
         self.module_calls = module_calls
         self.faults: dict[Site, Exception] = {}
-        self._handed_on = handed_on
+        self._returned_outputs = returned_outputs
         self._loops = loops
         self._differentiates_one_by_one = differentiates_one_by_one
         # The outputs of the calls by their `id`, because the scale and the bias of a norm share an
@@ -134,7 +134,7 @@ class ForwardPass:
         """Release the recorded calls to free memory; nothing can be pushed back afterwards."""
         self.layer_calls = []
         self.module_calls = []
-        self._handed_on = {}
+        self._returned_outputs = {}
         self._targets = {}
 
     def last_layer(self) -> LayerCall | None:
@@ -144,8 +144,8 @@ class ForwardPass:
         last_calls = []
         for layer_call in self.layer_calls:
             # Only layers hand on a tensor, so operations with a parameter are skipped.
-            handed_on = self._handed_on.get(layer_call.layer)
-            if handed_on is not None and handed_on() is self.outputs:
+            returned_output = self._returned_outputs.get(layer_call.layer)
+            if returned_output is not None and returned_output() is self.outputs:
                 last_calls.append(layer_call)
         return last_calls[0] if len(last_calls) == 1 else None
 

@@ -82,15 +82,15 @@ class LayerRecorder:
 
     Attributes:
         layer_calls: The calls so far, in order.
-        handed_on: The tensor with which the forward pass continued after each layer, by the layer's
-            path. The references are weak, so that the tensors take no memory once they have been
-            used.
+        returned_outputs: The tensor with which the forward pass continued after each layer, by the
+            layer's path. The references are weak, so that the tensors take no memory once they have
+            been used.
         is_unclear: Whether there is a call in which the dimension of the examples is unclear.
     """
 
     def __init__(self, dims: ExampleDims, num_examples: int, has_graph: bool) -> None:
         self.layer_calls: list[LayerCall] = []
-        self.handed_on: dict[str, weakref.ref[Tensor]] = {}
+        self.returned_outputs: dict[str, weakref.ref[Tensor]] = {}
         self.is_unclear = False
         self._dims = dims
         self._num_examples = num_examples
@@ -134,13 +134,13 @@ class LayerRecorder:
             recorded_x = recorded_x.unflatten(0, (self._num_examples, merged))
             z = z.unflatten(0, (self._num_examples, merged))
         self.layer_calls.append(LayerCall(path, recorded_x, LayerOutput.from_tensor(z), x._version))
-        handed_on = z.flatten(0, 1) if is_merged else z
-        if self._has_graph and (handed_on.is_leaf or handed_on._is_view()):
+        returned_output = z.flatten(0, 1) if is_merged else z
+        if self._has_graph and (returned_output.is_leaf or returned_output._is_view()):
             # The forward pass may overwrite the copy. It must not overwrite a leaf, and an
             # overwritten view would move to a different place in the graph.
-            handed_on = handed_on.clone()
-        self.handed_on[path] = weakref.ref(handed_on)
-        return handed_on
+            returned_output = returned_output.clone()
+        self.returned_outputs[path] = weakref.ref(returned_output)
+        return returned_output
 
     def _copied_for_each_example(self, shared: Tensor) -> Tensor:
         """Copy a tensor that all examples share, `[T, ...]` or `[1, T, ...]`, for each example."""

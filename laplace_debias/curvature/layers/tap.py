@@ -155,7 +155,7 @@ class Tap:
             batch,
             layer_calls=layer_calls,
             module_calls=complete_calls,
-            handed_on=layer_recorder.handed_on,
+            returned_outputs=layer_recorder.returned_outputs,
             loops=loops,
             differentiates_one_by_one=self.differentiates_one_by_one,
         )

@@ -36,7 +36,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
     dense, and are not divided by the tokens' frequencies in the batch. If accelerate runs forward
     passes in half precision for training, the copy runs them in the precision of the parameters.
     """
-    memo = _copies_made_apart(model)
+    memo = _replacements_for_copy(model)
     try:
         copied_model = copy.deepcopy(model, memo)
     # Copying attributes of a module may raise any error.
@@ -55,7 +55,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
     return copied_model.eval()
 
 
-def _copies_made_apart(model: nn.Module) -> dict[int, object]:
+def _replacements_for_copy(model: nn.Module) -> dict[int, object]:
     """Return replacements for the objects that `deepcopy` must not copy, by the objects' `id`."""
     memo: dict[int, object] = {}
     for module in model.modules():
