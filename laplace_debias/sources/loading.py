@@ -58,22 +58,13 @@ def load(settings: SourceSettings) -> Loaded:
             f"`mean` and `std` apply only to images [C, H, W], but the inputs have shape {shape}. "
             "Remove `mean` and `std`."
         )
-    validation: Batches | None = None
-    if splits.validation is not None:
-        validation, _ = batches_of(splits.validation, settings, "validation_examples")
-    elif settings.validation_examples is not None:
-        raise ValueError(
-            "`validation_examples` needs validation data, but there is none. Add a folder val/, an "
-            "array x_val or an entry `validation` to the data, or remove this option."
-        )
+    validation = _validation_batches(splits, settings)
     test, _ = batches_of(splits.test, settings, "test_examples")
     ood_sets = _ood_sets(settings, splits, shape)
-    shifts = {
-        level: Changed(
-            test, Corruption(_pixels_of_images(splits, shape, "corruptions"), level, settings.seed)
-        )
-        for level in sorted(set(settings.corruptions))
-    }
+    shifts = {}
+    for severity in sorted(set(settings.corruptions)):
+        pixels = _pixels_of_images(splits, shape, "corruptions")
+        shifts[severity] = Changed(test, Corruption(pixels, severity, settings.seed))
     likelihood = _likelihood(model, first, splits, likelihood_from_settings(settings))
     notes += splits.notes + tuple(note for _, notes in ood_sets.values() for note in notes)
     if settings.held_out != SourceSettings.held_out and not splits.was_whole:
@@ -100,6 +91,19 @@ def load(settings: SourceSettings) -> Loaded:
         input_name="image" if splits.pixels is not None else splits.input_name,
         notes=notes,
     )
+
+
+def _validation_batches(splits: Splits, settings: SourceSettings) -> Batches | None:
+    """Return the validation examples, or None if there are none."""
+    if splits.validation is not None:
+        validation, _ = batches_of(splits.validation, settings, "validation_examples")
+        return validation
+    if settings.validation_examples is not None:
+        raise ValueError(
+            "`validation_examples` needs validation data, but there is none. Add a folder val/, an "
+            "array x_val or an entry `validation` to the data, or remove this option."
+        )
+    return None
 
 
 def _input_shape(batch: Any) -> tuple[int, ...] | None:
@@ -181,15 +185,18 @@ def _likelihood(
         likelihood = likelihood_of_batch(y, outputs)
     if outputs is None or outputs.ndim < 2:
         return likelihood
-    width = outputs.shape[-1] if outputs.ndim == 2 else outputs.shape[1]
+    num_outputs = outputs.shape[1]
     num_targets = splits.num_targets
+    if num_targets is None:
+        return likelihood
     is_classification = chosen is None and isinstance(likelihood, Categorical)
-    if is_classification and num_targets == 2 and width == 1:
+    if is_classification and num_targets == 2 and num_outputs == 1:
+        # Two classes and a single logit.
         return Bernoulli()
-    expected = None if num_targets is None else likelihood.num_outputs(num_targets)
-    if expected is not None and outputs.ndim == 2 and width != expected:
+    expected = likelihood.num_outputs(num_targets)
+    if expected is not None and outputs.ndim == 2 and num_outputs != expected:
         raise ValueError(
-            f"The network has {width} outputs, but the data has {expected} "
+            f"The network has {num_outputs} outputs, but the data has {expected} "
             f"{likelihood.outputs_meaning}. Use the network that was trained on this data, or "
             "create it with this number of outputs (--model_args.KEY=VALUE)."
         )

@@ -31,10 +31,7 @@ def one_line(value: Any) -> str:
 def _short(value: Any) -> str:
     """Format a value; a vector as its length and both ends, and a matrix as its shape."""
     if isinstance(value, Tensor):
-        if value.ndim != 1 or not len(value):
-            return _short(value.item()) if value.numel() == 1 else str(list(value.shape))
-        ends = value[[0, -1]].tolist() if len(value) > 1 else value.tolist()
-        return f"[{len(value)}] {' … '.join(map(_short, ends))}"
+        return _short_tensor(value)
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, Mapping):
@@ -42,9 +39,21 @@ def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        texts = dict.fromkeys(map(_short, value))
-        return ", ".join(texts) if len(texts) <= _MOST_SHOWN_VALUES else f"[{len(value)}]"
+        different_texts = dict.fromkeys(map(_short, value))
+        if len(different_texts) > _MOST_SHOWN_VALUES:
+            return f"[{len(value)}]"
+        return ", ".join(different_texts)
     return repr(value)
+
+
+def _short_tensor(tensor: Tensor) -> str:
+    if tensor.ndim == 1 and len(tensor) > 1:
+        return f"[{len(tensor)}] {_short(tensor[0].item())} … {_short(tensor[-1].item())}"
+    if tensor.ndim == 1 and len(tensor) == 1:
+        return f"[1] {_short(tensor.item())}"
+    if tensor.numel() == 1:
+        return _short(tensor.item())
+    return str(list(tensor.shape))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
