@@ -139,7 +139,13 @@ class ChunkRunner:
         return self._sizes[shapes]
 
     def _size(self, forward_pass: ForwardPass, num_joined_examples: int) -> _ExampleSize:
-        """Compute the memory of an example from its forward pass."""
+        """Compute the memory of an example from its forward pass.
+
+        Args:
+            forward_pass: The forward pass.
+            num_joined_examples: The maximum number of examples in batches that are run together,
+                before the size of a chunk limits it.
+        """
         context = self._context
         num_columns = _num_columns(context, forward_pass.outputs)
         column_bytes = forward_pass.output_bytes + self._accumulator.row_bytes
@@ -155,8 +161,12 @@ class ChunkRunner:
         num_bytes = num_columns * column_bytes
         chunk_bound = bound // _BOUND_OVER_CHUNK[context.device.type]
         num_examples = max(1, chunk_bound // num_bytes)
-        num_joined_examples = min(num_joined_examples, num_examples)
-        return _ExampleSize(num_columns, num_bytes, num_examples, num_joined_examples)
+        return _ExampleSize(
+            num_columns=num_columns,
+            num_bytes=num_bytes,
+            num_examples=num_examples,
+            num_joined_examples=min(num_joined_examples, num_examples),
+        )
 
     def run(self, batch: Batch, totals: DataTotals) -> None:
         """Run a batch and add it to the totals.

@@ -249,38 +249,39 @@ def _one_hot_jacobians(
     assert isinstance(input_directions, Axes), "One-hot inputs have the coordinate axes."
     block = record.block
     rule = block.rule
-    indices = [rule.activation_indices(record.layer, x) for x in record.inputs]
-    num_positions = sum(by_call.shape[1] for by_call in indices)
-    # A slice has up to `step · num_positions` different indices.
+    indices_by_call = [rule.activation_indices(record.layer, x) for x in record.inputs]
+    num_positions = sum(indices.shape[1] for indices in indices_by_call)
+    # A slice of `step` examples has up to `step · num_positions` different indices, so the size of
+    # its Jacobian is proportional to the square of `step`.
     numbers = num_positions * block.shape[0] * record.num_columns
     step = max(1, math.isqrt(_SLICE // max(1, numbers)))
     for start in range(0, record.num_examples, step):
         examples = slice(start, min(start + step, record.num_examples))
-        ids = torch.cat([by_call[examples] for by_call in indices], dim=1)
+        indices = torch.cat([call_indices[examples] for call_indices in indices_by_call], dim=1)
         # The output gradients, and their coordinates, are [K, b, d_out, positions].
         g = _coordinates_of_columns(torch.cat(record.columns(examples), dim=3), output_directions)
-        columns, places = _distinct(ids, block.shape[1])
+        columns, places = _distinct_indices(indices, block.shape[1])
         J = g.new_zeros(*g.shape[:3], len(columns))
         J.scatter_add_(3, places[None, :, None, :].expand_as(g), g)
         yield Rotated(examples, J.movedim(0, 1), columns)
 
 
-def _distinct(
-    ids: Int[Tensor, "batch positions"], num_rows: int
+def _distinct_indices(
+    indices: Int[Tensor, "batch positions"], d_in: int
 ) -> tuple[Int[Tensor, " some"], Int[Tensor, "batch positions"]]:
-    """Return the ascending tokens that occur, and the index among them of each position's token.
+    """Return the indices that occur, ascending, and the place of each position's index among them.
 
-    On an accelerator, the host would have to wait for the number of tokens. Instead, unused entries
-    with the token 0 follow, to which no position refers.
+    On an accelerator, the host would have to wait for the number of different indices. Instead,
+    unused entries with the index 0 follow, to which no position refers.
     """
-    if ids.device.type == "cpu":
-        return torch.unique(ids, return_inverse=True)
-    ordered, order = ids.flatten().sort()
+    if indices.device.type == "cpu":
+        return torch.unique(indices, return_inverse=True)
+    ordered, order = indices.flatten().sort()
     is_new = F.pad(ordered[1:] != ordered[:-1], (1, 0), value=True)
-    among = is_new.cumsum(0) - 1
-    places = torch.empty_like(among).scatter_(0, order, among).view_as(ids)
-    columns = ordered.new_zeros(min(len(ordered), num_rows))
-    return columns.scatter_(0, among, ordered), places
+    ordered_places = is_new.cumsum(0) - 1
+    places = torch.empty_like(ordered_places).scatter_(0, order, ordered_places)
+    columns = ordered.new_zeros(min(len(ordered), d_in))
+    return columns.scatter_(0, ordered_places, ordered), places.view_as(indices)
 
 
 def _coordinates_of_columns(

@@ -101,22 +101,22 @@ class PositionFinder:
         self._ndim = outputs.ndim
         self._device = outputs.device
         self._all_blocks = [block for block in blocks if not block.is_vector]
-        lengths: dict[Block, set[int]] = {}
+        nums_positions: dict[Block, set[int]] = {}
         for block, call in itertools.product(blocks, layer_calls):
             if call.layer == block.layer and len(call.z.shape) > 2 and not block.is_vector:
-                positions = call.z.shape[1:].numel() // (block.num_groups * block.shape[0])
-                lengths.setdefault(block, set()).add(positions)
+                num_positions = call.z.shape[1:].numel() // (block.num_groups * block.shape[0])
+                nums_positions.setdefault(block, set()).add(num_positions)
         called = {call.layer for call in layer_calls}
         uncalled = [block for block in self._all_blocks if block.layer not in called]
         # Layers that this example does not call may have several positions for other examples.
-        self._blocks = [*lengths, *uncalled]
+        self._blocks = [*nums_positions, *uncalled]
         self._single_layers = {block.layer for block in self._all_blocks}
         self._single_layers -= {block.layer for block in self._blocks}
         # The classes of outputs come after the positions, or between the examples and the
         # positions.
-        output_positions = {outputs.shape[1:-1].numel(), outputs.shape[2:].numel()}
-        block_positions = set[int]().union(*lengths.values())
-        self._is_pooled = outputs.ndim == 2 or not block_positions <= output_positions
+        nums_of_outputs = {outputs.shape[1:-1].numel(), outputs.shape[2:].numel()}
+        nums_of_blocks = {num for nums in nums_positions.values() for num in nums}
+        self._is_pooled = outputs.ndim == 2 or not nums_of_blocks <= nums_of_outputs
         # The search for conditional layers and the passes for their positions take turns.
         self._passes: dict[tuple[Block, ...], _Pass] = {}
 
@@ -179,23 +179,34 @@ class PositionFinder:
         conditional_blocks: Sequence[Block],
         may_hold_padding: bool,
     ) -> Mapping[str, Masks]:
-        """Find positions by a backward pass; there are no masks if all positions take part."""
+        """Find positions by a backward pass; there are no masks if all positions take part.
+
+        Args:
+            x: The inputs.
+            counted: The mask of the outputs that contribute to the loss; None for all.
+            conditional_blocks: The blocks of layers that only some batches call.
+            may_hold_padding: Whether the inputs may contain padding.
+        """
         blocks = tuple(dict.fromkeys([*self._blocks, *conditional_blocks]))
         if blocks not in self._passes:
             # A `_Pass` is created only when it is first needed, because its hooks cost time and
             # most data contain no padding.
             self._passes[blocks] = _Pass(shared_copy(self._network), blocks)
-        # The numbers of positions of tokens or masks `[B, T]`.
-        tokens = [t for t in tensors_of(x) if t.ndim == 2]
-        lengths = {t.shape[1] for t in tokens if not t.is_floating_point() or _is_mask(t)}
+        matrices = [tensor for tensor in tensors_of(x) if tensor.ndim == 2]
+        # The numbers of positions T of tokens or masks `[B, T]`.
+        sequence_lengths = {
+            matrix.shape[1]
+            for matrix in matrices
+            if not matrix.is_floating_point() or _is_mask(matrix)
+        }
         device = self._device
         x = move(x, device, None)
         counted = None if counted is None else counted.to(device, non_blocking=True)
-        masks_by_layer = self._passes[blocks].run(x, counted, lengths, may_hold_padding)
+        masks_by_layer = self._passes[blocks].run(x, counted, sequence_lengths, may_hold_padding)
         if not masks_by_layer:
             return {}
-        everywhere = [mask.all() for masks in masks_by_layer.values() for mask in masks]
-        return {} if bool(torch.stack(everywhere).all()) else masks_by_layer
+        are_full = [mask.all() for masks in masks_by_layer.values() for mask in masks]
+        return {} if bool(torch.stack(are_full).all()) else masks_by_layer
 
 
 def _may_hold_padding(x: Inputs, is_pooled: bool) -> bool:
@@ -273,7 +284,7 @@ class _IdlePositions:
         influence: The positions where some layer has a gradient, by the number of positions.
         zero_rows: The positions of the input whose features are all zero; None if the input can
             show padding by tokens, masks or lengths. See `_zero_rows`.
-        lengths: The numbers of positions of tokens or masks.
+        sequence_lengths: The numbers of positions of tokens or masks.
         may_hold_padding: Whether the inputs may contain padding.
     """
 
@@ -282,7 +293,7 @@ class _IdlePositions:
     reached: Mapping[str, Bool[Tensor, " batch"]]
     influence: Mapping[int, Bool[Tensor, "batch _"]]
     zero_rows: Bool[Tensor, "batch _"] | None
-    lengths: Collection[int]
+    sequence_lengths: Collection[int]
     may_hold_padding: bool
 
     def of_call(self, call: _RecordedCall) -> Bool[Tensor, "batch positions"]:
@@ -298,7 +309,7 @@ class _IdlePositions:
         if length in self.padding:
             idle |= self.padding[length]
         # A convolution of images may accidentally have as many positions as a sequence.
-        has_length = length in self.lengths or not call.rule.channels_first
+        has_length = length in self.sequence_lengths or not call.rule.channels_first
         if has_length and call.rule.has_sequence(call.layer):
             if self.zero_rows is None:
                 idle |= ~self.influence[length]
@@ -342,13 +353,13 @@ class _Pass:
         self,
         x: Inputs,
         counted: Tensor | None,
-        lengths: Collection[int],
+        sequence_lengths: Collection[int],
         may_hold_padding: bool,
     ) -> Mapping[str, Masks]:
         """Find the positions that take part, for each layer and call.
 
-        `counted` broadcasts to the outputs, and `lengths` are the numbers of positions of tokens or
-        masks. If the inputs cannot contain padding, padding is not searched for.
+        `counted` broadcasts to the outputs, and `sequence_lengths` are the numbers of positions of
+        tokens or masks. If the inputs cannot contain padding, padding is not searched for.
         """
         outputs, calls = self._forward(x)
         if not (calls and outputs.requires_grad):
@@ -368,7 +379,7 @@ class _Pass:
             reached=_reached_examples(calls),
             influence=_influence(calls),
             zero_rows=_zero_rows(tensors_of(x)),
-            lengths=lengths,
+            sequence_lengths=sequence_lengths,
             may_hold_padding=may_hold_padding,
         )
         masks_by_layer: dict[str, list[Tensor]] = {}
