@@ -412,7 +412,9 @@ def _is_weighted(batch: Batch) -> Bool[Tensor, " examples"]:
     return batch.weights > 0
 
 
-def drawn_inputs(context: FitContext, data: Iterable[Batch], least: int, size: int) -> Inputs:
+def draw_inputs(
+    context: FitContext, data: Iterable[Batch], *, num_required: int, num_drawn: int
+) -> Inputs:
     """Draw inputs of the data without replacement, each with the same probability.
 
     The draw depends only on the indices of the examples in the data. Examples with weight zero are
@@ -421,12 +423,13 @@ def drawn_inputs(context: FitContext, data: Iterable[Batch], least: int, size: i
     Args:
         context: The processes that share the data.
         data: The data.
-        least: The number of examples that the data must have.
-        size: The number of examples to draw. If there are fewer examples, all are drawn.
+        num_required: The number of examples that the data must have, from `inducing=`.
+        num_drawn: The number of examples to draw. If there are fewer examples, all are drawn.
 
     Raises:
         ValueError: If there are fewer examples than required.
     """
+    # The examples with the smallest random keys are drawn, so a single pass is enough.
     keys = torch.zeros(0, dtype=torch.float64)
     drawn: list[Inputs] = []
     for batch in data:
@@ -438,19 +441,19 @@ def drawn_inputs(context: FitContext, data: Iterable[Batch], least: int, size: i
         keys = torch.cat([keys, uniforms(torch.zeros(length))[is_weighted.cpu()]])
         x = take(move(batch.inputs, context.device, None), is_weighted.to(context.device))
         pool = _join_batches([*drawn, x])
-        order = keys.argsort()[:size]
+        order = keys.argsort()[:num_drawn]
         keys = keys[order]
         drawn = [take(pool, order.to(context.device))]
     ranks = context.ranks
-    num_drawn = sum(ranks.exchange(len(keys)))
-    if num_drawn < least:
+    num_available = sum(ranks.exchange(len(keys)))
+    if num_available < num_required:
         raise ValueError(
-            f"`inducing={least}` is more than the number of examples in the data, {num_drawn}. "
-            "Pass a smaller number, or None to use all examples."
+            f"`inducing={num_required}` is more than the number of examples in the data, "
+            f"{num_available}. Pass a smaller number, or None to use all examples."
         )
     all_keys = torch.cat(ranks.exchange(keys))
     pool = _join_batches(_gather_batches(ranks, drawn, context.device))
-    return take(pool, all_keys.argsort()[:size].to(context.device))
+    return take(pool, all_keys.argsort()[:num_drawn].to(context.device))
 
 
 def _gather_batches(ranks: Ranks, batches: list[Inputs], device: torch.device) -> list[Inputs]:

@@ -19,7 +19,7 @@ from laplace_debias.curvature.fits.inducing import (
     ProjectedCurvature,
     ProjectedMoments,
     all_inputs,
-    drawn_inputs,
+    draw_inputs,
     independent_rows,
     leading_examples,
     root_rows,
@@ -240,7 +240,9 @@ class GpCurvature(DenseCurvature):
         if isinstance(self.inducing, Tensor):
             return move(self.inducing, context.device, None)
         num_candidates = self._num_candidates(context)
-        candidates = drawn_inputs(context, data, self.inducing, num_candidates)
+        candidates = draw_inputs(
+            context, data, num_required=self.inducing, num_drawn=num_candidates
+        )
         if num_examples(candidates) == self.inducing:
             return candidates
         return take(candidates, self._chosen(context, candidates))
@@ -250,11 +252,9 @@ class GpCurvature(DenseCurvature):
         if not isinstance(self.inducing, int):
             return 0
         num_candidates = _CANDIDATES * self.inducing
-        return (
-            num_candidates
-            if context.num_examples is None
-            else min(num_candidates, context.num_examples)
-        )
+        if context.num_examples is not None:
+            num_candidates = min(num_candidates, context.num_examples)
+        return num_candidates
 
     def _chosen(self, context: FitContext, candidates: Inputs) -> Int[Tensor, " M"]:
         """Choose candidates whose span contains most of the other candidates' Jacobian rows."""
