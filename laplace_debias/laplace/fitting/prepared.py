@@ -184,10 +184,11 @@ def _first_outputs(
 ) -> Tensor:
     """Compute the outputs of a few examples.
 
-    Unless the likelihood applies a softmax, the outputs have the autograd graph of the parameters
-    with these names, which shows the function that the network applied last.
+    If the likelihood checks which function the network applied last, the outputs have the autograd
+    graph of the parameters with these names. A softmax is recognised by its values instead.
     """
-    if likelihood.activation == "softmax":
+    has_check = type(likelihood).warn_of_outputs is not Likelihood.warn_of_outputs
+    if not has_check or likelihood.activation == "softmax":
         with torch.no_grad(), preserve_attributes(network.modules()):
             return call(network, examples)
     parameters = {name: network.get_parameter(name).detach().requires_grad_() for name in names}
