@@ -457,7 +457,14 @@ GATES = {
     "where": lambda takes, h: torch.where(takes, h, 0.0),
     "choice": lambda takes, h: torch.stack([0 * h, h], 1)[torch.arange(len(h)), 1 * takes[:, 0]],
     "maximum": lambda takes, h: torch.maximum(h, (~takes) * 100.0) - (~takes) * 100.0,
+    "pooling": lambda takes, h: maximum_by_pooling(h, (~takes) * 100.0) - (~takes) * 100.0,
 }
+
+
+def maximum_by_pooling(h, bounds):
+    """Tensors that are joined before they are pooled, as channels of a maxout network are."""
+    joined = torch.cat([h.unsqueeze(-1), bounds.expand_as(h).unsqueeze(-1)], -1)
+    return nn.functional.max_pool1d(joined, 2).squeeze(-1)
 
 
 class GatedExpert(nn.Module):

@@ -21,14 +21,19 @@ POINTWISE = frozenset(
     )
 )
 
+# A maximum passes some of every example's gradient on. But if tensors are joined before a maximum,
+# one of them may have all entries that are maximal.
+_MAXIMUM = "MaxPool2DWithIndices"
+_JOIN = "Cat"
+
 # Operations that pass some of every example's gradient on to all of their inputs.
 _UNGATED = POINTWISE | frozenset(
     f"{name}Backward{version}"
     for version in (0, 1)
     for name in (
-        *("Addmm", "Mm", "Convolution", "LeakyRelu", "PreluKernel", "Add", "Sub", "Neg", "Cat"),
+        *("Addmm", "Mm", "Convolution", "LeakyRelu", "PreluKernel", "Add", "Sub", "Neg", _JOIN),
         *("NativeBatchNorm", "CudnnBatchNorm", "NativeLayerNorm", "NativeGroupNorm"),
-        *("Mean", "Sum", "AvgPool2D", "AdaptiveAvgPool2D", "MaxPool2DWithIndices"),
+        *("Mean", "Sum", "AvgPool2D", "AdaptiveAvgPool2D", _MAXIMUM),
         *("View", "UnsafeView", "AsStrided", "Transpose", "T", "Permute", "Unsqueeze", "Squeeze"),
         *("ReshapeAlias", "Select", "Clone"),
     )
@@ -38,12 +43,15 @@ _UNGATED = POINTWISE | frozenset(
 def ungated_nodes(outputs: Tensor) -> set[Any]:
     """Return the nodes of the graph from which some path without gates leads to the outputs."""
     nodes: set[Any] = set()
-    pending: list[Any] = [outputs.grad_fn]
+    nodes_before_maximum: set[Any] = set()
+    pending: list[tuple[Any, bool]] = [(outputs.grad_fn, False)]
     while pending:
-        node = pending.pop()
-        if node is None or node in nodes:
+        node, is_before_maximum = pending.pop()
+        if node is None or node in nodes or (is_before_maximum and node in nodes_before_maximum):
             continue
-        nodes.add(node)
-        if node.name() in _UNGATED:
-            pending.extend(following for following, _ in node.next_functions)
-    return nodes
+        (nodes_before_maximum if is_before_maximum else nodes).add(node)
+        operation, _, _ = node.name().partition("Backward")
+        if node.name() in _UNGATED and not (is_before_maximum and operation == _JOIN):
+            is_before_maximum = is_before_maximum or operation == _MAXIMUM
+            pending.extend((following, is_before_maximum) for following, _ in node.next_functions)
+    return nodes | nodes_before_maximum
