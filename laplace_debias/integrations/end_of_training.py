@@ -174,7 +174,7 @@ class PosteriorAtEnd:
     tune: bool
     options: Mapping[str, Any]
 
-    def described(self, posterior_path: Path | None) -> str:
+    def describe_callback(self, posterior_path: Path | None) -> str:
         """Return the `repr` of a callback with these settings.
 
         Args:

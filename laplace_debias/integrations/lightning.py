@@ -84,7 +84,7 @@ class LaplaceCallback(Callback):
         self._settings = PosteriorAtEnd(likelihood, mode, tune, options)
 
     def __repr__(self) -> str:
-        return self._settings.described(self.path)
+        return self._settings.describe_callback(self.path)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the options and the loaders before training starts."""

@@ -90,7 +90,7 @@ class LaplaceCallback(TrainerCallback):
         self._unfitted_posterior()
 
     def __repr__(self) -> str:
-        return self._settings.described(self.folder)
+        return self._settings.describe_callback(self.folder)
 
     def on_train_begin(
         self,

@@ -220,7 +220,7 @@ def marginal_likelihood_training(
         if patience is not None and num_worse >= patience:
             break
     assert best is not None
-    return MarginalLikelihoodRun(_restored(model, best), best.epoch, history)
+    return MarginalLikelihoodRun(_restore(model, best), best.epoch, history)
 
 
 def _check_options(
@@ -364,7 +364,7 @@ def _train_epoch(
     return total / total_weight
 
 
-def _restored(model: nn.Module, best: _BestFit) -> Laplace:
+def _restore(model: nn.Module, best: _BestFit) -> Laplace:
     """Load the weights of the best epoch into the model, and return its posterior."""
     unwrapped(model).load_state_dict(best.weights)
     model.eval()

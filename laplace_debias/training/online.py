@@ -258,7 +258,9 @@ class OnlineCurvature:
             state,
             spec=ModelSpec.checked(trained, state.spec.likelihood, None, state.spec.class_dim),
         )
-        curvature = CurvatureFit(self._running.assembled(context), self._running.factors.totals)
+        curvature = CurvatureFit(
+            self._running.mean_curvature(context), self._running.factors.totals
+        )
         prepared = PreparedFit(
             setup=state,
             parameters=measurements.parameters,

@@ -75,7 +75,7 @@ class RunningCurvature:
                 self.magnitudes.rotate(block, basis, bases[block], dtype)
         self.bases = bases
 
-    def assembled(self, context: FitContext) -> BlockDiagonal:
+    def mean_curvature(self, context: FitContext) -> BlockDiagonal:
         """Build the curvature of the mean loss from the directions and the mean magnitudes."""
         magnitudes = {}
         for block, basis in self.bases.items():

@@ -245,7 +245,7 @@ class GpCurvature(DenseCurvature):
         )
         if num_examples(candidates) == self.inducing:
             return candidates
-        return take(candidates, self._chosen(context, candidates))
+        return take(candidates, self._choose_inputs(context, candidates))
 
     def _num_candidates(self, context: FitContext) -> int:
         """Return the largest number of examples among which inducing inputs are chosen."""
@@ -256,7 +256,7 @@ class GpCurvature(DenseCurvature):
             num_candidates = min(num_candidates, context.num_examples)
         return num_candidates
 
-    def _chosen(self, context: FitContext, candidates: Inputs) -> Int[Tensor, " M"]:
+    def _choose_inputs(self, context: FitContext, candidates: Inputs) -> Int[Tensor, " M"]:
         """Choose candidates whose span contains most of the other candidates' Jacobian rows."""
         assert isinstance(self.inducing, int)
         pairs = {}

@@ -43,7 +43,7 @@ class Quadrature:
         """Compute the nodes and weights that fewer steps would give, without new products."""
         return _gauss(self.alphas[:, :steps], self.betas[:, : steps - 1], self.nodes.dtype)
 
-    def averaged(self, steps: int) -> tuple[Tensor, Tensor]:
+    def averaged_rule(self, steps: int) -> tuple[Tensor, Tensor]:
         """Compute nodes and weights that are about as precise as a Gauss rule with twice the steps.
 
         The rule is the mean of the Gauss rule with one step fewer and the anti-Gaussian rule. The

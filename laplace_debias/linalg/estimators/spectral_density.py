@@ -275,7 +275,7 @@ def quadrature_error(
     """
 
     def averaged_density(num_steps: int) -> Tensor:
-        nodes, weights = rule.averaged(num_steps)
+        nodes, weights = rule.averaged_rule(num_steps)
         positions, weights = on_scale(nodes, weights)
         return moments(grid, positions, weights, width=width)[0]
 

@@ -174,7 +174,7 @@ def _vectors(operator: EigenKronecker) -> LinearOperator:
     sides: list[Directions] = []
     for directions in (operator.output_directions, operator.input_directions):
         if isinstance(directions, ThinBasis):
-            sides.append(Basis(directions.completed()))
+            sides.append(Basis(directions.complete_basis()))
         else:
             sides.append(directions)
 

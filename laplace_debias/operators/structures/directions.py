@@ -221,7 +221,7 @@ class ThinBasis(Directions):
         complement = torch.eye(self.size).to(self.U) - self.U @ self.U.mT
         return torch.cat([self.U, complement], -1)
 
-    def completed(self) -> Float[Tensor, "*groups d d"]:
+    def complete_basis(self) -> Float[Tensor, "*groups d d"]:
         """Complete the directions to an orthonormal basis."""
         Q = torch.linalg.qr(self.U, mode="complete").Q
         return torch.cat([self.U, Q[..., self.rank :]], -1)
