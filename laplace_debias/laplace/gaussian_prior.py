@@ -180,7 +180,7 @@ def setup_with_prior(setup: FitSetup, prior: GaussianPrior) -> FitSetup:
         config = replace(setup.config, params=list(prior.param_names))
         parameters = ParameterBlocks.selected(setup.spec.plain_model, config, None)
     checked = prior.on(parameters, setup.config.structure).to(setup.device)
-    checked = checked.fitting(len(parameters.block_names), parameters.size)
+    checked = checked.for_parameters(parameters)
     return replace(setup, parameters=parameters, prior=checked)
 
 

@@ -160,7 +160,7 @@ def prepare_fit(
     ]
     parameters, context = examine(setup, streams, reads_all=scheme.reads_all, fisher=fisher)
     # A prior that does not match the last layer must fail before the passes over the data.
-    setup.prior.fitting(len(parameters.block_names), parameters.size)
+    setup.prior.for_parameters(parameters)
     likelihood = setup.spec.likelihood
     if may_estimate_noise and likelihood.has_sigma and likelihood.is_assumed:
         likelihood = scheme.estimate_noise(context, streams)
@@ -261,7 +261,7 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
     plain = setup.spec.plain_model
     mean = parameters.flattened(plain)
     order = parameters.order
-    prior = setup.prior.to(mean.device).fitting(len(parameters.block_names), parameters.size)
+    prior = setup.prior.to(mean.device).for_parameters(parameters)
     posterior = GaussianPosterior(
         mean=mean,
         curvature=curvature_fit.curvature,

@@ -240,7 +240,7 @@ def load(
         mean=mean,
         curvature=curvature,
         num_data=header.num_data,
-        prior=prior.fitting(len(parameters.block_names), parameters.size),
+        prior=prior.for_parameters(parameters),
         order=None if parameters.order is None else parameters.order.to(mean.device),
         temperature=checked_temperature(float(header.temperature)),
         layout=parameters.layout(plain),

@@ -55,7 +55,7 @@ class FitSetup:
     def with_prior(self, prior: Prior) -> "FitSetup":
         """Return the setup with another prior."""
         if self.parameters is not None:
-            prior = prior.fitting(len(self.parameters.block_names), self.parameters.size)
+            prior = prior.for_parameters(self.parameters)
         return replace(self, prior=prior)
 
     def with_temperature(self, temperature: float) -> "FitSetup":
@@ -228,7 +228,7 @@ class FittedPosterior:
 
     def with_prior(self, prior: Prior) -> "FittedPosterior":
         """Return the state with another prior."""
-        prior = prior.fitting(len(self.parameters.block_names), self.parameters.size)
+        prior = prior.for_parameters(self.parameters)
         return replace(self, posterior=self.posterior.changed(prior=prior))
 
     def with_temperature(self, temperature: float) -> "FittedPosterior":
@@ -303,7 +303,7 @@ def checked_setup(
     device = spec.first_parameter(names).device
     prior = Prior.checked(prior_precision, prior_mean, device)
     if parameters is not None:
-        prior = prior.fitting(len(parameters.block_names), parameters.size)
+        prior = prior.for_parameters(parameters)
     return FitSetup(
         spec, config, parameters, prior=prior, temperature=checked_temperature(temperature)
     )

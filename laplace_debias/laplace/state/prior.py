@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from laplace_debias.curvature.fits.information import Information
+from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.system.checks import real
 
 # One number, or one per block.
@@ -45,20 +46,28 @@ class Prior:
             self, precision=torch.as_tensor(precision, dtype=torch.float64, device=device)
         )
 
-    def fitting(self, num_blocks: int, num_parameters: int) -> "Prior":
-        """Require that the prior matches the numbers of blocks and parameters, and simplify it."""
-        if self.precision.shape == (1,) and num_blocks == 1:
-            return replace(self, precision=self.precision[0]).fitting(num_blocks, num_parameters)
-        check_prior_precision(self.precision, num_blocks)
-        if self.mean is None:
-            return self
-        if self.mean.shape not in ((), (num_parameters,)):
+    def for_parameters(self, parameters: ParameterBlocks) -> "Prior":
+        """Return the prior in its simplest form, after checking that it matches the parameters.
+
+        Raises:
+            ValueError: If the prior precision does not have one value or one per block, or the mean
+                does not have one value or one per parameter.
+        """
+        num_blocks = len(parameters.block_names)
+        precision = self.precision
+        if precision.shape == (1,) and num_blocks == 1:
+            precision = precision[0]
+        check_prior_precision(precision, num_blocks)
+        mean = self.mean
+        if mean is not None and mean.shape not in ((), (parameters.size,)):
             raise ValueError(
-                f"`prior_mean` has shape {tuple(self.mean.shape)}. Pass one number, or one for "
-                f"each of the {num_parameters} Bayesian parameters in the order of "
+                f"`prior_mean` has shape {tuple(mean.shape)}. Pass one number, or one for "
+                f"each of the {parameters.size} Bayesian parameters in the order of "
                 "`param_names`."
             )
-        return self if self.mean.any() else replace(self, mean=None)
+        if mean is not None and not mean.any():
+            mean = None
+        return replace(self, precision=precision, mean=mean)
 
     def to(self, device: torch.device) -> "Prior":
         """Move the prior to a device."""

@@ -100,7 +100,7 @@ def rescaled(fitted: FittedPosterior, factor: float, prior: Prior) -> FittedPost
         fitted.with_likelihood(likelihood),
         posterior=posterior.changed(
             curvature=curvature,
-            prior=prior.fitting(len(fitted.parameters.block_names), fitted.parameters.size),
+            prior=prior.for_parameters(fitted.parameters),
         ),
         nll=fitted.nll + nll_change(residuals, factor),
         thinned_at=limits,
