@@ -214,7 +214,7 @@ class Quadratic:
         mask = torch.ones_like(self.position, dtype=torch.bool) if on is None else on
         if mask.shape != self.position.shape:
             raise ValueError(
-                f"`mask` has shape {tuple(mask.shape)}, but the parameters have shape "
+                f"`on` has shape {tuple(mask.shape)}, but the parameters have shape "
                 f"{tuple(self.position.shape)}. Pass a mask of the same shape."
             )
         diagonal = weight_decay * mask.to(self.position)

@@ -268,7 +268,7 @@ def test_bad_input_is_named(unchecked):
         q.cut(randn(9, 2))(torch.zeros(3))
     with pytest.raises(ValueError, match="at least 0"):
         q.regularized(-1.0)
-    with pytest.raises(ValueError, match="`mask` has shape"):
+    with pytest.raises(ValueError, match="`on` has shape"):
         q.regularized(1.0, on=torch.ones(3, dtype=torch.bool))
     with pytest.raises(ValueError, match="Unknown method 'lu'"):
         q.newton_step("lu")
