@@ -153,7 +153,10 @@ class InducingInputs:
 def _rows_of_output(
     indices: slice, rows: BlockRows, num_outputs: int, output: int | None
 ) -> Iterator[tuple[slice, BlockRows]]:
-    """Yield the rows of one output and the indices of their inputs."""
+    """Yield the rows of one output and the indices of their inputs.
+
+    The rows of all outputs are sorted by input, so every `num_outputs`-th row is of this output.
+    """
     if output is None:
         yield indices, rows
         return

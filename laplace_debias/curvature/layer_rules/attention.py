@@ -98,13 +98,14 @@ def _expose_projections(attention: nn.MultiheadAttention) -> None:
     If one of these layers or `out_proj` has a hook, the forward pass calls them as modules.
     """
     packed = attention.in_proj_weight
-    weights = (
-        [getattr(attention, f"{name[0]}_proj_weight") for name in _PROJECTIONS]
-        if packed is None
-        else packed.detach().chunk(3)
-    )
-    bias = attention.in_proj_bias
-    biases = [None] * 3 if bias is None else bias.detach().chunk(3)
+    weights: Sequence[Tensor]
+    if packed is None:
+        weights = [attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight]
+    else:
+        weights = packed.detach().chunk(3)
+    biases: Sequence[Tensor | None] = [None, None, None]
+    if attention.in_proj_bias is not None:
+        biases = attention.in_proj_bias.detach().chunk(3)
     for name, weight, offset in zip(_PROJECTIONS, weights, biases, strict=True):
         attention.add_module(name, _linear(weight, offset))
     out = attention.out_proj

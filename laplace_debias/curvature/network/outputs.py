@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,14 @@ _POSITIVE = ("ExpBackward0", "SoftplusBackward0")
 _CURRENT: ContextVar["DeferredChecks | None"] = ContextVar("deferred_checks", default=None)
 
 
+class _DeferredCheck(NamedTuple):
+    """A condition whose value is still on the device, and the error to raise if it is false."""
+
+    is_right: Tensor
+    error: Callable[[], Exception]
+    batch_number: int | None
+
+
 @dataclass
 class DeferredChecks:
     """Checks of one pass over data whose results are still on the device.
@@ -69,7 +77,7 @@ class DeferredChecks:
         >>> checks.read()
     """
 
-    pending: list[tuple[Tensor, Callable[[], Exception], int | None]] = field(default_factory=list)
+    pending: list[_DeferredCheck] = field(default_factory=list)
     number: int | None = None
 
     @contextmanager
@@ -93,10 +101,10 @@ class DeferredChecks:
         self.pending = []
         if not pending:
             return
-        answers = torch.stack([answer for answer, *_ in pending]).tolist()
-        for is_right, (_, error, number) in zip(answers, pending, strict=True):
+        answers = torch.stack([check.is_right for check in pending]).tolist()
+        for is_right, check in zip(answers, pending, strict=True):
             if not is_right:
-                raise _with_batch_number(error(), number) from cause
+                raise _with_batch_number(check.error(), check.batch_number) from cause
 
 
 def require(is_right: Tensor | bool, error: Callable[[], Exception]) -> None:
@@ -106,7 +114,7 @@ def require(is_right: Tensor | bool, error: Callable[[], Exception]) -> None:
     """
     checks = _CURRENT.get()
     if checks is not None and isinstance(is_right, Tensor) and is_right.device.type != "cpu":
-        checks.pending.append((is_right, error, checks.number))
+        checks.pending.append(_DeferredCheck(is_right, error, checks.number))
     elif not is_right:  # On the CPU, reading the answer does not wait.
         raise _with_batch_number(error(), None if checks is None else checks.number)
 

@@ -95,7 +95,8 @@ def _check_layer(path: str, module: nn.Module) -> None:
             "the batch, so the output of an example depends on the other examples. Use the "
             "model as it was before quantize_dynamic."
         )
-    if problem := layer_rule(module).problem(module):
+    problem = layer_rule(module).problem(module)
+    if problem:
         raise ValueError(f"{name} {problem}")
     is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
     if module.training and is_dropout:

@@ -59,7 +59,9 @@ class CovarianceRequest:
 
     def num_columns(self, num_outputs: int) -> int:
         """Return the number of outputs per example that are differentiated."""
-        return num_outputs - 1 if self.kind == "differences" and num_outputs > 1 else num_outputs
+        if self.kind == "differences" and num_outputs > 1:
+            return num_outputs - 1
+        return num_outputs
 
     def zeros(
         self, outputs: Float[Tensor, "batch *outputs"], num_columns: int, num_points: int

@@ -150,7 +150,8 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
     """
     if per not in PER:
         raise ValueError(f"Unknown per={per!r}. Use 'kind', 'block' or None.")
-    if (structure := fitted.config.structure).is_dense:
+    structure = fitted.config.structure
+    if structure.is_dense:
         raise ValueError(
             f"`curvature={structure.name!r}` treats all parameters as one block with a "
             f"single prior precision. Remove `per={per!r}`, or fit with "
