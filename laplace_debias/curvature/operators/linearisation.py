@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
 
 
+@runtime_checkable
 class LinearMap(Protocol):
     """A linear map of vectors, each of which consists of several tensors."""
 
