@@ -240,7 +240,7 @@ class _Verdict:
         return f"95 % intervals contain {100 * coverage.value:.1f} % of the targets"
 
     def _on_width(self) -> str:
-        """Describe how well the standard deviations match the errors; return "" if one is zero."""
+        """Describe how well the standard deviations match the errors; return "" if any is zero."""
         scaled_error = self._rows.get((self._network, "scaled_error", "test", None))
         if scaled_error is None:
             return ""

@@ -167,7 +167,7 @@ def _record_of_numbers(outputs: Tensor, targets: Tensor, likelihood: Likelihood)
     targets = targets.double().reshape(mean.shape)
     squared_error = (mean - targets).square().mean(0)
     variance = (targets - targets.mean(0)).square().mean(0)
-    # Leave out constant targets, whose variance is nothing but rounding errors.
+    # Leave out constant targets, whose computed variance is only rounding error.
     rounding = 64 * torch.finfo(torch.float64).eps
     varies = variance > rounding**2 * targets.square().mean(0)
     if not varies.any():

@@ -125,7 +125,7 @@ def _batch_columns(
 
 
 def _has_one_logit(loaded: Loaded) -> bool:
-    """Whether the network returns a single logit, and the table only the probability of class 1."""
+    """Whether the network returns one logit, so the table only has the probability of class 1."""
     return loaded.likelihood.targets == "class" and loaded.likelihood.activation == "sigmoid"
 
 

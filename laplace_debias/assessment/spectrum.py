@@ -56,7 +56,7 @@ def curvature_of(
 
 
 def _first_batches(loaded: Loaded, examples: int) -> Batches:
-    """Return the first training examples, on the network's device and in the loss's form."""
+    """Return the first training examples on the network's device, in the form the loss expects."""
     device = next(loaded.model.parameters()).device
     batches: list[tuple[Tensor, Tensor]] = []
     num_missing = examples
@@ -158,7 +158,7 @@ def measure_spectrum(
 def _exceeds(A: LinearOperator, bound: float, max_matvecs: int) -> bool:
     """Whether an absolute eigenvalue exceeds a bound, according to the power method.
 
-    Unlike Lanczos, the power method also works if an operator is nothing but rounding errors.
+    Unlike Lanczos, the power method also works if an operator consists only of rounding errors.
     """
     vector = draw(A, 1, "gaussian", torch.Generator().manual_seed(0))[:, 0]
     for _ in range(max_matvecs):

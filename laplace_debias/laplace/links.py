@@ -227,7 +227,7 @@ class Link:
         for temperature in (self.temperature, self.draw_temperature, self.network_temperature):
             if not 0 < temperature < math.inf:
                 raise ValueError(
-                    f"A temperature of the link is {temperature}. Pass a positive number."
+                    f"The link has the temperature {temperature}. Pass a positive, finite number."
                 )
 
     def options(self) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def _pairwise_in_blocks(
     variances: Callable[[Float[Tensor, "block ..."]], Float[Tensor, "block classes classes"]],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures batch classes"]:
-    """Compute `pairwise` of a few examples at a time.
+    """Compute `pairwise` for a few examples at a time.
 
     Args:
         means: The means of the logits.
@@ -156,7 +156,7 @@ def _pairwise_block(
     variances: Float[Tensor, "block classes classes"],
     temperatures: Sequence[float],
 ) -> Float[Tensor, "temperatures block classes"]:
-    r"""Compute `pairwise` of a block of examples at once.
+    r"""Compute `pairwise` for a block of examples at once.
 
     With $c = 8/\pi$, the exponents are $\sqrt{c}\,(\mu_i - \mu_k) / \sqrt{c T^2 + s_{ki}}$.
 
@@ -233,9 +233,9 @@ def _pairwise_of_pairs(
 ) -> Float[Tensor, "temperatures batch classes"]:
     """Compute `pairwise_of_directions` with only one exponential per pair of classes.
 
-    For the opposite order of the pair, the exponential is the reciprocal. This term is part of the
-    sum of the second class, so it is written into a column shifted by the distance between the two
-    classes. `_exponentials_are_finite` must be true for the means.
+    For the opposite order of a pair, the exponential is the reciprocal. It belongs to the sum of
+    the second class of the pair, so it is written into the column of that class.
+    `_exponentials_are_finite` must be true for the means.
     """
     batch, num_classes = means.shape
     num_shifts = num_classes // 2

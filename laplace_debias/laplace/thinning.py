@@ -161,8 +161,8 @@ def compress(fitted: FittedPosterior, threshold: float) -> FittedPosterior:
     With x = N Λ / (T δ), the variance of a direction, 1 / (δ (1 + x)), is smaller than the prior
     variance by x / (1 + x) / δ, and the outputs vary along the direction by an amount that is
     roughly proportional to x. The gain of a direction is therefore the sum of x² / (1 + x) over all
-    directions of the other Kronecker factor. It is divided by the number of entries of the
-    eigenvector that would have to be stored.
+    directions of the other Kronecker factor. The benefit is this gain divided by the number of
+    entries of the eigenvector, which would have to be stored.
     """
     posterior = fitted.posterior
     ratios = _curvature_ratios(fitted)

@@ -23,7 +23,7 @@ class Interval(float):
     high: float
 
     def __new__(cls, value: float, low: float = math.nan, high: float = math.nan) -> "Interval":
-        """Make a metric with an interval; by default, its ends are unknown."""
+        """Create the metric; by default, the ends of its interval are unknown (NaN)."""
         interval = super().__new__(cls, value)
         interval.low = float(low)
         interval.high = float(high)

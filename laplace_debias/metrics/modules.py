@@ -112,10 +112,15 @@ class _ScoreMetric(_BatchedMetric):
         """Add a batch of scores and labels: 1 for each OOD example, and 0 for the others."""
         check_scores(scores, "scores")
         check_tensor(is_ood, "is_ood")
-        if is_ood.shape != scores.shape or not ((is_ood == 0) | (is_ood == 1)).all():
+        if is_ood.shape != scores.shape:
             raise ValueError(
                 f"`is_ood` has shape {list(is_ood.shape)}. Pass 0 or 1 for each of the "
                 f"{len(scores)} scores, in the shape {list(scores.shape)}."
+            )
+        if not ((is_ood == 0) | (is_ood == 1)).all():
+            raise ValueError(
+                "`is_ood` contains values other than 0 and 1. Pass 1 for each OOD example, and 0 "
+                "for the others."
             )
         self._add(scores, is_ood)
 

@@ -25,7 +25,7 @@ from laplace_debias.metrics.intervals import (
 
 @dataclass(frozen=True, eq=False)
 class Statistic:
-    """A metric of a set of predictions that has no interval; the base class of the others.
+    """A metric of a set of predictions. It has no confidence interval; subclasses add one.
 
     Attributes:
         value: The metric.

@@ -40,7 +40,7 @@ class Sum(Joined):
         layouts = {term.layout for term in self.terms if term.layout is not None}
         if len(layouts) > 1:
             raise ValueError(
-                "Operators on different parameters cannot be added, got the names "
+                "Operators on different parameters cannot be added. Their parameters are "
                 f"{' and '.join(str(list(layout.names)) for layout in layouts)}. Build them "
                 "for the same parameters in the same order."
             )

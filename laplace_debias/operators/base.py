@@ -90,7 +90,7 @@ class LinearOperator(ABC):
 
     @abstractmethod
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
-        """Multiply with a matrix of k ≥ 1 columns, which has already been checked."""
+        """Compute the product with a matrix of k ≥ 1 columns, which has already been checked."""
 
     @property
     @abstractmethod
@@ -237,8 +237,8 @@ class LinearOperator(ABC):
         pair = isinstance(index, tuple)
         if pair and len(index) != 2:
             raise IndexError(
-                f"An operator has two indices, rows and columns, got {len(index)}. Index it as "
-                "`A[rows, columns]`."
+                f"An operator takes two indices, rows and columns, but got {len(index)}. Index it "
+                "as `A[rows, columns]`."
             )
         rows, columns = index if pair else (index, slice(None))
         if all(isinstance(side, slice) and side == slice(None) for side in (rows, columns)):

@@ -102,7 +102,8 @@ class ParameterLayout:
         if wrong or len(columns) > 1:
             raise ValueError(
                 "The tensors do not have the shapes of their parameters: "
-                f"{'; '.join(wrong) or columns}. Pass either all of them in the shape [*shape], "
+                f"{'; '.join(wrong) or f'they have the extra dimensions {columns}'}. Pass either "
+                "all of them in the shape [*shape], "
                 "or all of them in the shape [*shape, k] with the same k."
             )
         if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:

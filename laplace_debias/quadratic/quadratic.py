@@ -51,7 +51,7 @@ class Cut:
         if len(coordinates) != len(self.slopes):
             raise ValueError(
                 f"A cut along {len(self.slopes)} directions needs {len(self.slopes)} coordinates, "
-                f"one for each direction, got {len(coordinates)}. Call it as cut(a, b, ...)."
+                f"one for each direction, but got {len(coordinates)}. Call it as cut(a, b, ...)."
             )
         check_no_autocast(self.slopes.device, self.slopes.dtype)
         tensors = [torch.as_tensor(coordinate).to(self.slopes) for coordinate in coordinates]

@@ -175,7 +175,7 @@ def _timm_view(model: nn.Module, overrides: dict[str, Any]) -> View:
     from torchvision.transforms import Compose
 
     config = resolve_data_config(overrides, model=model)
-    # `use_prefetcher` omits the normalisation. This is done separately, because the pixels are also
+    # `use_prefetcher` omits the normalisation, which is done separately because the pixels are also
     # needed as bytes.
     transform: Any = create_transform(**config, is_training=False, use_prefetcher=True)
     resized = Compose(transform.transforms[:-1])

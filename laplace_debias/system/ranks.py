@@ -74,7 +74,7 @@ class Ranks:
         return {key: tuple(owned[key]) for key in owners}
 
     def on_all(self, tensors: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """Join the rows of all ranks in the order of the ranks; None if no rank has rows."""
+        """Return the rows of all ranks, in the order of the ranks, or None if no rank has rows."""
         return None if tensors is None else list(tensors)
 
 
@@ -163,7 +163,7 @@ class Group(Ranks):
         return shared
 
     def on_all(self, tensors: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """Join the rows of all ranks in the order of the ranks; None if no rank has rows."""
+        """Return the rows of all ranks, in the order of the ranks, or None if no rank has rows."""
         owners = {rank: rank for rank in range(self.size)}
         shared = self.share({self.rank: tensors or ()}, owners)
         by_rank = [tensors_of_rank for tensors_of_rank in shared.values() if tensors_of_rank]

@@ -130,8 +130,10 @@ def test_bad_batches_are_refused_when_they_come():
     probs, labels, scores, is_ood = data()
     with pytest.raises(ValueError, match="softmax"):
         modules.ECE().update(9 * probs, labels)
-    with pytest.raises(ValueError, match=r"`is_ood` has shape .* Pass 0 or 1"):
+    with pytest.raises(ValueError, match="values other than 0 and 1"):
         modules.AUROC().update(scores, 2 * is_ood)
+    with pytest.raises(ValueError, match=r"`is_ood` has shape .* Pass 0 or 1"):
+        modules.AUROC().update(scores, is_ood[1:])
     with pytest.raises(ValueError, match="NaN"):
         modules.AUROC().update(scores / 0 * 0, is_ood)
     with pytest.raises(ValueError, match="must be positive"):

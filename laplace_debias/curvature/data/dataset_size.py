@@ -21,7 +21,8 @@ from laplace_debias.system.ranks import process_group
 
 # The length of these samplers is the number of examples.
 _COUNTED_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler)
-# The relative error of a sum of weights that were scaled to a whole number in single precision.
+# The allowed relative difference between a sum of weights and a whole number. Weights that were
+# scaled in single precision do not sum exactly to a whole number.
 _ROUNDING = 1e-6
 
 
@@ -109,8 +110,8 @@ def dataset_size(loader: Any) -> int | None:
     """Infer the number of training examples from a plain `DataLoader`'s sampler.
 
     Returns:
-        The number, or None for other data, such as a list, a stream or a user-defined sampler,
-        whose examples are counted in a pass over all data.
+        The number, or None if it cannot be inferred, as for a list, a stream or a user-defined
+        sampler. The examples are then counted in a pass over all data.
 
     Raises:
         ValueError: In the same cases as `check_sampler`.

@@ -115,8 +115,9 @@ def label_positions(model: nn.Module, named: dict[str, Any], labels: Tensor) -> 
         parameter.requires_grad_() for parameter in twin.parameters() if can_require_grad(parameter)
     ]
     parameters = inspect.signature(model_with_loss.forward).parameters
-    # PEFT's models pass on all arguments. The models of transformers also accept further arguments,
-    # but other entries of the batch may be meant for a user's wrapper.
+    # Only PEFT's models receive all entries of the batch, because they pass on all arguments. The
+    # models of transformers accept arbitrary arguments as well, but entries that are not in their
+    # signature may be meant for a user's wrapper.
     takes_any = any(name.startswith("peft.") for name in _class_names(model_with_loss))
     inputs = {name: value for name, value in named.items() if takes_any or name in parameters}
     example: Any = take(move(inputs, weights[0].device, None), slice(0, 1))

@@ -210,8 +210,8 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
     elif len(set(shardings)) > 1:
         listed = ", ".join(f"rank {rank} {text or 'none'}" for rank, text in enumerate(shardings))
         raise ValueError(
-            "ShardedBatches differs between the ranks. Its values of (length of the "
-            f"data, batch_size, shuffle, seed) are {listed}. Use the same values on "
+            "ShardedBatches differs between the ranks. The values of (length of the "
+            f"data, batch_size, shuffle, seed) are: {listed}. Use the same values on "
             "all ranks."
         )
     return any(shardings)

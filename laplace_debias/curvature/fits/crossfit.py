@@ -191,7 +191,7 @@ def crossfit_with_replicates(
 
 
 def _own_blocks(context: FitContext, sums_by_fold: Sequence[FactorSums]) -> list[Block]:
-    """Return, in the order of all blocks, the blocks whose factors this process has."""
+    """Return the blocks whose factors this process has, in the order of `context.blocks`."""
     return [block for block in context.blocks if block in sums_by_fold[0]]
 
 

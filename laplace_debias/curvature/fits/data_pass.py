@@ -40,7 +40,7 @@ def accumulate(accumulator: Accumulator, data: Iterable[Batch], first_index: int
     """Read the data once, and sum the records of its batches.
 
     Small batches of small networks are run together, because preparing such a batch takes longer
-    than computing it. A pass that was saved resumes after the batches that are in its sums.
+    than computing it. A saved pass resumes after the batches that its sums already include.
 
     Args:
         accumulator: The accumulator, which afterwards contains the sums over all processes.

@@ -74,7 +74,7 @@ def _pop_repeated(factors: dict[FactorKey, Factor]) -> dict[FactorKey, FactorKey
 
 
 def _keys_to_decompose_together(factors: Mapping[FactorKey, Factor]) -> list[list[FactorKey]]:
-    """Group factors of one form, up to a total number of entries."""
+    """Group factors of the same form, up to a total number of entries."""
     keys_by_form: dict[Any, list[FactorKey]] = {}
     for key, factor in factors.items():
         if isinstance(factor, GramFactor):
@@ -99,7 +99,7 @@ def _are_equal(factor: Factor, weight_factor: Factor) -> bool:
 def _decompose(
     keys: Sequence[FactorKey], factors: dict[FactorKey, Factor], totals: DataTotals
 ) -> dict[FactorKey, Eigenpairs]:
-    """Decompose the means of given factors of one form together, and remove them from `factors`.
+    """Decompose the means of factors of the same form at once, and remove these from `factors`.
 
     The sums themselves are decomposed, and then their eigenvalues are divided, because computing a
     mean would copy the sum.

@@ -41,7 +41,7 @@ class SideSums:
 
     Attributes:
         side: The side, G or A.
-        sums: Matrices, and diagonals as vectors.
+        sums: The sum of each factor that is not kept as rows: a matrix, or a vector if diagonal.
         rows: Rows from which no matrix has been formed yet.
         residual_traces: The traces that compressed rows leave out.
     """
@@ -99,8 +99,8 @@ class SideSums:
     def _add_matrix(self, block: Block, matrix: Tensor) -> None:
         """Add a matrix, or a diagonal."""
         sums = self.sums
-        # The sum has the dtype of its first summand, so a later matrix of another dtype is added
-        # without a copy.
+        # Only the first matrix is converted. Later matrices are added in place, so the sum keeps
+        # its dtype, and they need no converted copy.
         add_to(sums, block, matrix if block in sums else matrix.to(self._context.factor_dtype))
 
     def _add_streamed(self, block: Block, new_rows: Tensor) -> None:
@@ -165,10 +165,10 @@ def _join_rows_of_all(context: FitContext, sums: SideSums) -> dict[Block, GramFa
 
 
 def _traces_of_rows(context: FitContext, sums: SideSums) -> dict[Block, float]:
-    """Find the factors that remain rows, and add up their residual traces over all processes.
+    """Find the factors that stay stored as rows, and sum their residual traces over all processes.
 
-    A streamed factor always does. Any other factor does if no process has formed a matrix, and all
-    processes together have at most half as many rows as columns.
+    A streamed factor always stays stored as rows. Any other factor does so only if no process has
+    formed a matrix, and all processes together have at most half as many rows as columns.
     """
     counts_and_traces: list[tuple[int | None, float]] = []
     for block in context.blocks:

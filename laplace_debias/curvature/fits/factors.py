@@ -20,11 +20,11 @@ weights. Example n then enters A with the mean weight $\omega_n$ of its terms:
 $A = \sum_n\omega_n\sum_t a a^\top$ and $M = \sum_n\omega_n$. The weight of an example is a further
 factor of $\omega_n$.
 
-The block of a bias is exact: $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$, and A is 1. The blocks
-of a scale and of the kernel of a depthwise convolution are also exact, with Jacobian rows instead
-of `Σ_t g`. Each group of a convolution has its own factors, and the factors of all groups are
-computed together. An embedding's activations are unit vectors, so its A is diagonal and is kept as
-a vector of counts; an embedding always uses `expand`. If a factor is wider than `WIDE`, only its
+The block of a bias is exact, with $G = \sum_n\sum_k (\sum_t g)(\sum_t g)^\top$ and A = 1. The
+blocks of a scale and of the kernel of a depthwise convolution are also exact, with Jacobian rows
+instead of `Σ_t g`. Each group of a convolution has its own factors, and the factors of all groups
+are computed together. An embedding's activations are unit vectors, so its A is diagonal and is kept
+as a vector of counts; an embedding always uses `expand`. If a factor is wider than `WIDE`, only its
 diagonal is computed, also as a vector.
 
 Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature for modern neural
@@ -130,7 +130,7 @@ def input_factors(
     weights: Float[Tensor, " batch"] | None = None,
     as_rows: bool = False,
 ) -> Iterable[Factor]:
-    """Compute A of one weight block on one batch, summed over its examples.
+    """Compute factor A of one weight block, summed over the examples of one batch.
 
     Args:
         layer: The layer.

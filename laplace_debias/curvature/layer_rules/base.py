@@ -55,7 +55,8 @@ class Block:
     Attributes:
         name: The parameter's name, followed by a number in brackets for the query, key or value of
             a packed projection; both names, joined by `+`, if the block has a weight and its bias.
-        parameters: The parameters' names in the model: one, or weight and bias.
+        parameters: The names of the block's parameters in the model: one name, or the names of a
+            weight and its bias.
         layer: The path of the layer that yields the block's inputs and output gradients.
         rule: The rule of the layer's type.
         shape: The shape of one group's matrix, `(d_out, d_in)`; d_in is 1 for the block of a

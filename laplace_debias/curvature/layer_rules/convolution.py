@@ -272,7 +272,7 @@ class TransposedConvolutionRule(ConvolutionRule):
 
 
 def _depthwise(block: Block) -> Block:
-    """Return the block of kernels with one output channel per group; each kernel is a vector."""
+    """Convert a block with one output channel per group, so that each kernel is a vector."""
     if block.num_groups == 1 or block.is_vector:
         return block
     return replace(block, shape=(block.shape[1], 1), is_vector=True)

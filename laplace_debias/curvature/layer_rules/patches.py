@@ -1,6 +1,6 @@
 """Second moments of a convolution's patches, computed without the patches.
 
-Over unfolded patches, `A = Σ_n Σ_t a aᵀ` pairs every kernel offset with every kernel offset: a 3×3
+Over unfolded patches, `A = Σ_n Σ_t a aᵀ` needs a product for every pair of kernel offsets: a 3×3
 kernel has 81 products of channel vectors per position. With stride 1, the product of two offsets
 depends only on their displacement, except at the border. One product of the image with a shifted
 copy of itself therefore serves all pairs of offsets at that displacement. Opposite displacements
@@ -225,7 +225,7 @@ class _Offsets:
 
     @cached_property
     def shifts(self) -> list[int]:
-        """For each offset, the index within its phase of the pixel that output position 0 reads."""
+        """For each offset, the pixel that output position 0 reads, as an index within its phase."""
         return [shift for shift, _ in self._shifts_and_phases]
 
     @cached_property

@@ -89,8 +89,9 @@ def row_moments(
     # The sum of the upper triangle and its transpose contains the diagonal twice, so the diagonal
     # is halved.
     by_distance[:, :, 0].mul_(0.5)
-    # The distance from offset i to offset k ≥ i is k − i. Zeros follow the distances, so that a
-    # view that begins one distance earlier for each i has zeros where k < i.
+    # The distance from offset i to offset k ≥ i is k − i. Zeros are appended to the distances of
+    # each row. Row i of the view begins i distances before its own data, among the zeros of the row
+    # before, so its entries for k < i are zero.
     num_distances = 2 * kernel_height - 1
     with_zeros = x.new_zeros(kernel_height, size, num_distances, size)
     with_zeros[:, :, :kernel_height] = by_distance

@@ -40,7 +40,7 @@ from laplace_debias.curvature.network.quantised import is_quantised
 
 @cache
 def _derivatives(name: str) -> Any:
-    """Import one of BackPACK's derivative classes when it is needed; this takes half a second.
+    """Import a derivative class of BackPACK only when needed, as the import takes half a second.
 
     The name is `module.Class`.
     """
@@ -127,7 +127,7 @@ class BackpackTap:
                     raise not_batched(path, passed[-1], len(x))
                 passed.append(layer(passed[-1]))
                 if place < self._first:
-                    # Keep no inputs of layers before the first block.
+                    # Do not keep the inputs of layers before the first block.
                     del passed[0]
         outputs = as_columns(passed[-1], x.shape[:1])
         return SequentialPass(self._chain[self._first :], self._blocks, outputs, passed)

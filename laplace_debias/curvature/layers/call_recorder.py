@@ -179,7 +179,7 @@ class CallRecorder:
         Returns:
             The output with which the forward pass continues.
         """
-        # The innermost call ends first, so the ended call is the last unfinished call.
+        # Inner calls end before outer calls, so the call that ends is the last unfinished one.
         key = forward_pass.unfinished.pop()
         call = forward_pass.calls[key]
         leaves, structure = pytree.tree_flatten(output)

@@ -90,7 +90,7 @@ class ForwardPass:
         outputs: The outputs of the network.
         num_examples: The number of examples.
         layer_calls: The recorded calls of layers, in order.
-        module_calls: The recorded calls of modules that can be run again.
+        module_calls: The recorded calls of modules, which can be run again.
         returned_outputs: The tensor with which the forward pass continued after each layer.
         loops: Paths of modules that `vmap` cannot run; modules with which it fails are added.
         differentiates_one_by_one: Whether columns are pushed back one at a time.

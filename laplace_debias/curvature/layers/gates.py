@@ -41,7 +41,7 @@ _UNGATED = POINTWISE | frozenset(
 
 
 def ungated_nodes(outputs: Tensor) -> set[Any]:
-    """Return the nodes of the graph from which some path without gates leads to the outputs."""
+    """Return the nodes of the graph that some path without gates connects to the outputs."""
     nodes: set[Any] = set()
     nodes_before_maximum: set[Any] = set()
     pending: list[tuple[Any, bool]] = [(outputs.grad_fn, False)]

@@ -22,9 +22,10 @@ _FEW_POSITIONS = 16
 class Rotated(NamedTuple):
     """Jacobians of some examples in a block's eigenbasis.
 
-    `J` is `[b, K, *groups, d_out, d_in]`. For thin directions, J is in their frame, without the
-    last rows and columns if these are zero. For an embedding, J contains only the columns with the
-    indices `columns`, and all other columns are zero; for other layers, `columns` is None.
+    `J` is `[b, K, *groups, d_out, d_in]`. If the directions are thin, J contains coordinates in
+    their frame, and its last rows and columns are left out if they are zero. For an embedding, J
+    contains only the columns with the indices `columns`, and all other columns are zero; for other
+    layers, `columns` is None.
     """
 
     examples: slice

@@ -136,8 +136,8 @@ class LayerRecorder:
         self.layer_calls.append(LayerCall(path, recorded_x, LayerOutput.from_tensor(z), x._version))
         returned_output = z.flatten(0, 1) if is_merged else z
         if self._has_graph and (returned_output.is_leaf or returned_output._is_view()):
-            # The forward pass may overwrite the copy. It must not overwrite a leaf, and an
-            # overwritten view would move to a different place in the graph.
+            # The forward pass may overwrite the tensor, so pass on a copy: a leaf must not be
+            # overwritten, and an overwritten view would move to a different place in the graph.
             returned_output = returned_output.clone()
         self.returned_outputs[path] = weakref.ref(returned_output)
         return returned_output

@@ -356,7 +356,7 @@ class _Pass:
         sequence_lengths: Collection[int],
         may_hold_padding: bool,
     ) -> Mapping[str, Masks]:
-        """Find the positions that take part, for each layer and call.
+        """Find the positions that take part in each call of each layer.
 
         `counted` broadcasts to the outputs, and `sequence_lengths` are the numbers of positions of
         tokens or masks. If the inputs cannot contain padding, padding is not searched for.

@@ -55,7 +55,7 @@ def column_by_column(
     targets: Mapping[int, LayerOutput],
     keeps_graph: bool,
 ) -> dict[int, Float[Tensor, "columns batch *outputs"]]:
-    """Differentiate for one column at a time.
+    """Compute the gradients for one column of cotangents at a time.
 
     Args:
         differentiate: A function that computes the gradients at all targets for a column of

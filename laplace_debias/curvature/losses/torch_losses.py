@@ -29,9 +29,9 @@ def output_loss(loss: Loss, reduction: str | None, takes_vectors: bool = False) 
     """Return the loss in the form that the operators use.
 
     The loss of a `Likelihood` is the mean of −log p(y | f) over examples, for outputs
-    `[B, ..., C]`. `reduction` applies to a callable that has no attribute `reduction`. With
-    `takes_vectors`, a user's callable receives outputs `[B, 1]` in the shape in which the model
-    returns them, `[B]`.
+    `[B, ..., C]`. `reduction` applies to a callable that has no attribute `reduction`. If
+    `takes_vectors` is true, the model returns outputs `[B]`, which the package handles as `[B, 1]`.
+    A user's callable then receives them with their original shape, `[B]`.
     """
     if isinstance(loss, Likelihood):
         if reduction not in (None, "mean"):
@@ -361,10 +361,9 @@ class AnyLoss(OutputLoss):
         )
         if is_mean_of_fewer:
             raise ValueError(
-                f"Some targets are ignored (`ignore_index={self._ignore_index}`). To get "
-                f"the mean, {type(self._loss).__name__} divides the sum over a batch by a "
-                "number that is unknown in this case. Pass the loss with "
-                '`reduction="sum"`.'
+                f"Some targets are ignored (`ignore_index={self._ignore_index}`), so it is "
+                f"not known by which number {type(self._loss).__name__} divides the sum over "
+                'a batch to get the mean. Pass the loss with `reduction="sum"`.'
             )
         return float(targets.shape[0])
 
@@ -445,7 +444,7 @@ def _non_negative(weight: Tensor | None, name: str) -> Tensor | None:
 
 
 def _broadcasts(weight: Tensor, shape: torch.Size) -> bool:
-    """Whether a weight broadcasts to a shape without making it larger."""
+    """Whether a weight can be broadcast to a shape without enlarging that shape."""
     sizes = zip(weight.shape[::-1], shape[::-1], strict=False)
     return weight.ndim <= len(shape) and all(size in (1, target) for size, target in sizes)
 

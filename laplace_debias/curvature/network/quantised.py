@@ -109,7 +109,8 @@ class _RecomputedForward:
             return False
         if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
             return False
-        # `functional_call` replaces a Bayesian bias only in the forward pass.
+        # `functional_call` replaces a Bayesian bias only during the forward pass, so a call that is
+        # recomputed in the backward pass would not use the replacement.
         if any(parameter.requires_grad for parameter in self._module.parameters()):
             return False
         # Transforms of torch.func forbid the hooks that recompute a pass.

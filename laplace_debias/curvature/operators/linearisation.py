@@ -61,7 +61,7 @@ class Lineariser:
         network = self._network
 
         def function(points: Tensors, tangents: Tensors, cotangents: Tensors) -> tuple:
-            """Compute the outputs, and the products of the Jacobian and its adjoint."""
+            """Multiply the Jacobian by the tangents, and its adjoint by the cotangents."""
             parameters, forward = self._unpack_points(iter(points), inputs)
             outputs, tangent = jvp(forward, parameters, tuple(tangents))  # type: ignore[misc]
             _, pull = vjp(forward, *parameters)  # type: ignore[misc]

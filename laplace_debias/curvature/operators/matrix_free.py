@@ -175,9 +175,9 @@ class Hessian(CurvatureOperator):
     A product is a forward derivative of the gradient. See `CurvatureOperator` for the arguments.
 
     Raises:
-        ValueError: If the loss depends on a norm or a distance that is 0, which has no second
-            derivative (torch's value is wrong). The error is raised in the first product. Also
-            raises the errors of `CurvatureOperator`.
+        ValueError: If the loss depends on a norm or a distance that is 0. It has no second
+            derivative there, and torch returns a wrong value. The error is raised in the first
+            product. Also raises the errors of `CurvatureOperator`.
 
     Reference:
         Pearlmutter (1994), "Fast exact multiplication by the Hessian".

@@ -134,7 +134,7 @@ class NetworkOperator(LinearOperator):
         self._lock = Lock()
         self._items: list[Item] = []
         self._is_full = False
-        # The numbers of the batches whose targets have been checked.
+        # The indices of the batches whose targets have been checked.
         self._checked: set[int | None] = set()
         first = self._data.first()
         self._first_outputs = self._network.first_outputs(first.inputs, first.num_examples)

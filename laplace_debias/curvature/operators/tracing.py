@@ -214,7 +214,7 @@ def _split(
         graph_module: The recorded graph.
         dependencies: Index of the vector on which each node depends, or −1 if it depends on no
             vector.
-        groups: For each output, 0 if the output is a value, k + 1 if it must be linear in vector k.
+        groups: For each output, 0 if it is a value, or k + 1 if it must be linear in vector k.
     """
     nodes = [node for node in graph_module.graph.nodes if node.op != "output"]
     (outputs,) = next(iter(reversed(graph_module.graph.nodes))).args

@@ -413,7 +413,7 @@ def _assemble(
     values: Float[Tensor, " k"],
     U: InducingDirections,
 ) -> LowRankPlusDiagonal:
-    """Build the operator; its diagonal is the mean curvature outside the directions."""
+    """Build the operator, whose diagonal is the mean curvature outside the directions."""
     values = values.clamp_min(0)
     remainder = projected.remainder(values, U.shape[0])
     magnitudes = (values - remainder).to(context.dtype)

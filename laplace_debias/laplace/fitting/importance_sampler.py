@@ -310,9 +310,9 @@ class ImportanceSampler:
             sums: The sums over earlier examples.
             batch: This process's batch; None if its data has ended.
             sizes: The number of examples of each process.
-            new_by_fold: The examples of the round for each fold, to which the drawn examples are
-                added.
-            generator: The generator that draws.
+            new_by_fold: The examples of this round, for each fold. The drawn examples are added
+                to them.
+            generator: Seeds the draws.
 
         Returns:
             The sums with the totals and the curvatures of the batches.

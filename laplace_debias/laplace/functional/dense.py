@@ -108,7 +108,7 @@ class DenseAccumulator(CovarianceAccumulator):
         return gram, along
 
     def _residual_products(self, gram: Tensor, along: Tensor, size: int) -> Tensor:
-        """Compute products of the components outside the directions, without rounding errors."""
+        """Compute products of the components outside the directions, rounding errors set to 0."""
         residual = gram - self._product(along, along)
         squares = gram
         residual_squares = residual

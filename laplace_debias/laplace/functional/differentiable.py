@@ -26,7 +26,7 @@ def differentiable_moments(
     Args:
         fitted: The fit.
         x: Inputs, `[B, ...]`.
-        joint: Whether the covariance is between all inputs, `[B, C, B, C]`, instead of
+        joint: Whether to include covariances between inputs, as `[B, C, B, C]` instead of
             `[B, C, C]`.
 
     Raises:

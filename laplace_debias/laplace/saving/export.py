@@ -276,8 +276,8 @@ def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
     """Return the path of the only Bayesian layer, which must return the outputs of the network.
 
     Raises:
-        NotImplementedError: If several layers are Bayesian, or the layer is not linear or not the
-            last one.
+        NotImplementedError: If several layers are Bayesian, or if the only one is not linear or is
+            not the last layer.
     """
     blocks: Sequence[Block] = fitted.parameters.blocks
     layers = list(dict.fromkeys(block.layer for block in blocks))

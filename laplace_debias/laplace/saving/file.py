@@ -319,7 +319,7 @@ def _check_same_blocks(saved_names: Sequence[str], names: Sequence[str]) -> None
         raise ValueError(
             f"The file has the curvature blocks {reprlib.repr(saved_names)}, but the "
             f"model has {reprlib.repr(names)}, so the file was saved for a "
-            f"different model. Pass that model. {_EARLIER}"
+            f"different model. Pass the model that it was saved for. {_EARLIER}"
         )
 
 

@@ -184,7 +184,8 @@ class PredictionCache:
         else:
             prepared.tap.attach(parameters.blocks)
         yield prepared
-        # After an exception, the copy is dropped, because its state is unknown.
+        # If the caller raises an exception, the code below does not run, and the copy is dropped,
+        # because its state is unknown.
         prepared.tap.conditional.clear()
         prepared.is_new = False
         if prepared.is_reusable and len(self._idle) < _MOST_IDLE:

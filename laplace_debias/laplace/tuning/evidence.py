@@ -116,7 +116,7 @@ def tune_one(fitted: FittedPosterior) -> Tuning:
 
 
 def _end_of_flat_range(loss: Callable[[float], float], best: float, bound: float) -> float:
-    """Find the prior precision between the best one and a bound at which half a nat is lost.
+    """Find where half a nat is lost, between the best prior precision and a bound.
 
     Args:
         loss: The negative log marginal likelihood, as a function of the decimal logarithm of the

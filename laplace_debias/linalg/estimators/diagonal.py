@@ -74,7 +74,8 @@ def diagonal(
 
 def _hutchinson(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
     """Average v ⊙ Av over probes v of ±1."""
-    # Keep only the mean and the squared deviations, because all samples would need `[n, m]` memory.
+    # Keep only the mean and the squared deviations, because storing all samples would take
+    # `[n, m]` memory.
     moments = RunningMoments()
     for size in products.chunks(total):
         probes = draw(products.operator, size, "rademacher", generator)

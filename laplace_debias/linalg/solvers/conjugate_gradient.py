@@ -235,7 +235,7 @@ def relative_progress(
 def _conjugate_directions(
     run: LineSearches, preconditioner: Preconditioner | None
 ) -> Iterator[Tensor]:
-    """Yield the next directions, `[n, k]`, and end right-hand sides that break down.
+    """Yield the next directions, `[n, k]`, and stop the right-hand sides that break down.
 
     Each direction is computed from the current residual and the previous direction. It is zero for
     right-hand sides that are not running.
@@ -258,6 +258,6 @@ def _conjugate_directions(
 def _iterations(
     max_iter: int | None, A: LinearOperator, progress: bool, label: str
 ) -> Iterable[int]:
-    """Yield the numbers of the iterations and show a progress bar."""
+    """Yield the iteration numbers and show a progress bar."""
     count = 10 * A.shape[0] if max_iter is None else whole(max_iter, "max_iter")
     return tqdm(range(count), desc=label, unit="iteration", leave=False, disable=not progress)

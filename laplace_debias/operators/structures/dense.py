@@ -34,7 +34,7 @@ class Dense(Composed):
         check_is(self.matrix, "the matrix of Dense", Tensor)
         if self.matrix.ndim != 2 or not self.matrix.is_floating_point():
             raise ValueError(
-                "A dense operator is a matrix of real floating-point numbers, got shape "
+                "Dense needs a matrix of real floating-point numbers, but got shape "
                 f"{tuple(self.matrix.shape)} and {self.matrix.dtype}. Convert the matrix, or use "
                 "Diagonal for a vector."
             )

@@ -36,7 +36,7 @@ class Diagonal(Symmetric):
         check_is(self.values, "the values of Diagonal", Tensor)
         if self.values.ndim != 1 or not self.values.is_floating_point():
             raise ValueError(
-                "A diagonal is a vector of real floating-point numbers, got shape "
+                "Diagonal needs a vector of real floating-point numbers, but got shape "
                 f"{tuple(self.values.shape)} and {self.values.dtype}. Convert the vector, or use "
                 "Dense for a matrix."
             )

@@ -177,8 +177,8 @@ class Permuted(Wrapper):
         n = self.operator.shape[0]
         if self.operator.shape[1] != n:
             raise ValueError(
-                f"Only a square operator can be permuted, got shape {self.operator.shape}. Pass "
-                "a square operator."
+                f"Only a square operator can be permuted, but this one has shape "
+                f"{self.operator.shape}. Pass a square operator."
             )
         if self.order is not None and not self.order.sort().values.equal(
             torch.arange(n, device=self.order.device)

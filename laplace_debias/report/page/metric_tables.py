@@ -126,7 +126,7 @@ def _cells(
 
     Args:
         rows: The value and the interval for each method, indexed by its key.
-        verdicts: The verdict on each method's difference from the reference, by its key.
+        verdicts: The verdict on each method's difference from the reference, keyed by method.
         methods: The methods of the columns.
         is_difference: Whether the values are differences, which are shown with a sign.
     """

@@ -150,13 +150,13 @@ class Categorical(Likelihood):
         """Require class indices as targets when predictions are scored."""
         if _are_soft(targets) and targets.shape == values.shape:
             raise ValueError(
-                "Predictions can only be scored with class indices, got class probabilities "
-                "(soft targets). Pass the labels, or `targets.argmax(-1)`."
+                "Predictions can only be scored with class indices, but the targets are class "
+                "probabilities (soft targets). Pass the labels, or `targets.argmax(-1)`."
             )
         self.check(values, targets)
 
     def _check_probabilities(self, outputs: Tensor, targets: Tensor) -> None:
-        """Require targets that are class probabilities, except where they are ignored."""
+        """Require that all targets that are not ignored are class probabilities."""
         probabilities = targets.double()
         sums = probabilities.sum(-1)
         rounding = max(_ROUNDING, torch.finfo(targets.dtype).eps)

@@ -337,8 +337,8 @@ def _around_mode(
     r"""Return nodes of a quadrature for $\exp(-r(u))$, $r(u) = a (e^u - 1 - u) + c u^2 / 2$.
 
     The density of the log-rate times the probability of a count has this form around its mode. It
-    decays like a Gaussian on the left, and much faster on the right. Therefore each side has its
-    own 32 nodes, which extend to a bound on the point where r is 36.
+    decays like a Gaussian on the left, and much faster on the right. Therefore, each side has its
+    own 32 nodes, which extend at least to the point where r is 36.
 
     Args:
         log_rate: log a.
