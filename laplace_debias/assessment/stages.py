@@ -122,7 +122,7 @@ def _noise(loaded: Loaded) -> float | list[float]:
 
 
 def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Laplace | None:
-    """Return a checkpoint's posterior, fitted if its file does not exist; None for the network."""
+    """Return a checkpoint's posterior, fitted if it has no file, or None for the network."""
     choice = method.posterior
     if choice is None:
         return None

@@ -236,7 +236,7 @@ def _single_loader(loaders: Any, purpose: str) -> Any:
 
 
 def _best_checkpoint(trainer: Trainer) -> Path | None:
-    """Return the best (or else the last) checkpoint of the run; None if there is none."""
+    """Return the best (or else the last) checkpoint of the run, or None if there is none."""
     callback: Any = trainer.checkpoint_callback
     if callback is None:
         return None

@@ -425,7 +425,7 @@ def as_scalar(value: Any, operator: "LinearOperator") -> Scalar:
 
 
 def as_integer(index: Any, size: int) -> int | None:
-    """Convert an index to an int of at least 0; None if it is not a single integer."""
+    """Convert an index to an int of at least 0, or return None if it is not a single integer."""
     if isinstance(index, Tensor | np.ndarray) and index.ndim == 0:
         index = index.item()
     if isinstance(index, bool | np.bool_) or not isinstance(index, int | np.integer):

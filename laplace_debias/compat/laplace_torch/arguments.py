@@ -82,7 +82,7 @@ def names_in_layer(layer: nn.Module, network: nn.Module) -> list[str]:
 
 
 def batch_hook(likelihood: str) -> BatchHook | None:
-    """Return the function that reads batches for a likelihood; None for the default one."""
+    """Return the function that reads batches for a likelihood, or None for the default one."""
     return _first_is_preferred if likelihood == "reward_modeling" else None
 
 

@@ -54,7 +54,7 @@ def check_batches(source: Any) -> None:
 
 
 def total_size(batches: Sequence[Any]) -> int | None:
-    """Return the number of examples of the given batches; None if a batch contains no tensor.
+    """Return the number of examples of the given batches, or None if a batch contains no tensor.
 
     The number is the sum of the lengths of the batches' first tensors, which are inputs or targets.
     """

@@ -103,8 +103,8 @@ def label_positions(model: nn.Module, named: dict[str, Any], labels: Tensor) -> 
 
     Most causal language models shift labels by one position, but some models of that name (the BART
     family), token classifiers and masked language models do not, and PEFT's prompts add positions.
-    Therefore a single position of one example is labelled, and the gradient of the model's own loss
-    with respect to the logits shows which logits the loss compares with this label.
+    Therefore, a single position of one example is labelled, and the gradient of the model's own
+    loss with respect to the logits shows which logits the loss compares with this label.
     """
     model_with_loss = _outermost_with_loss(model)
     if model_with_loss is None:

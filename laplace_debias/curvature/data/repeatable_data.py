@@ -27,7 +27,7 @@ class RepeatableBatches:
     """Batches of inputs and targets that must be the same in every pass.
 
     A batch's index, the labels drawn for it and the network linearised at it are reused in every
-    pass, so they must refer to the same batch. Therefore a loader that shuffles or augments at
+    pass, so they must refer to the same batch. Therefore, a loader that shuffles or augments at
     random raises an error instead of adding noise.
 
     A batch may have a third entry, one weight per example, if the stream reads weights. An example

@@ -35,9 +35,9 @@ class ShardedBatches(Sampler[list[int]]):
 
     Every batch of `batch_size` examples is split into one part per process, of nearly equal size,
     and each process reads its part. No example is read twice or left out, nothing is padded, and
-    the k-th batches of all processes together are the k-th batch of a single process. Therefore the
-    result of a fit does not depend on the number of processes. If a batch has fewer examples than
-    there are processes, some processes get no share of it and read fewer batches.
+    the k-th batches of all processes together are the k-th batch of a single process. Therefore,
+    the result of a fit does not depend on the number of processes. If a batch has fewer examples
+    than there are processes, some processes get no share of it and read fewer batches.
 
     Args:
         data: The data set, or anything with the same length.

@@ -238,7 +238,7 @@ class ChunkRunner:
         """Run a chunk forward and back, and pass its records to the accumulator.
 
         A chunk that ran out of memory is run again in smaller parts, but the records that it had
-        added are kept. Therefore records whose keys are in `chunk.added` are not added again, and
+        added are kept. Therefore, records whose keys are in `chunk.added` are not added again, and
         every key is put into `added` immediately. Blocks without a record count as zero for these
         examples.
         """

@@ -3,8 +3,8 @@
 With two separate batches, each half of the data serves only one of the two purposes. Cross-fitting
 computes the eigenvectors from all examples. The magnitudes come from K folds: the curvature of each
 fold is measured along the eigenvectors of the other folds, and the K lists of curvatures, each in
-the order of its eigenvalues, are averaged. Therefore no example measures a direction that it helped
-to choose, which would bias the magnitudes.
+the order of its eigenvalues, are averaged. Therefore, no example measures a direction that it
+helped to choose, which would bias the magnitudes.
 
 In the statistics of covariance matrices, this is cross-validated shrinkage of the eigenvalues
 (Bartz, 2016, "Advances in high-dimensional covariance matrix estimation"); two separate batches are
@@ -158,7 +158,7 @@ def crossfit_with_replicates(
     The replicates are for the jackknife estimate of the error. A replicate has the eigenbasis of
     the other folds, which cross-fitting computes anyway. Its magnitudes are the cross-fitted
     magnitudes, each multiplied by the ratio of the other folds' eigenvalue to the mean of this
-    eigenvalue over the replicates. Therefore no further factor is decomposed.
+    eigenvalue over the replicates. Therefore, no further factor is decomposed.
 
     Args:
         context: The blocks, and the processes that share them.
@@ -379,7 +379,7 @@ class _Subspace:
     """The range of a factor if it is much smaller than the space, and otherwise the whole space.
 
     Every fold's factor is at most the sum of all factors, so it vanishes where the sum vanishes.
-    Therefore it is enough to decompose the other folds' factors as matrices `[r, r]`, in
+    Therefore, it is enough to decompose the other folds' factors as matrices `[r, r]`, in
     coordinates of the sum's range. The factors of groups are small and have different ranks, so the
     whole space is used for them.
 

@@ -102,7 +102,7 @@ def descending_eigenpairs_of_each(factors: Sequence[Factor], description: str) -
       eigenvalue, the mean over the remaining directions.
     - Diagonals yield their entries, in their order, along the coordinate axes.
 
-    The sign of an eigenvector is LAPACK's choice, but samples depend on it. Therefore every
+    The sign of an eigenvector is LAPACK's choice, but samples depend on it. Therefore, every
     eigenvector is given a positive product with one fixed vector, so that samples are the same on
     all machines.
     """

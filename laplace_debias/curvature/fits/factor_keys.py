@@ -41,7 +41,7 @@ class FactorKey(NamedTuple):
 
     @property
     def max_rows(self) -> int | None:
-        """The number of rows above which a streamed factor is compressed; None if not streamed."""
+        """The number of rows above which the factor is compressed, or None if not streamed."""
         return self.block.most_rows if self.is_streamed else None
 
     def __str__(self) -> str:

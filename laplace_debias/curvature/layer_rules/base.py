@@ -325,7 +325,7 @@ class LayerRule:
         return x.reshape(x.shape[0], -1)
 
     def padding(self, layer: nn.Module, x: LayerInputs) -> Bool[Tensor, "batch positions"] | None:
-        """Return a mask of the positions whose inputs are padding; None if there is no padding."""
+        """Return a mask of the positions whose inputs are padding, or None if there are none."""
         return None
 
     def output_gradients(

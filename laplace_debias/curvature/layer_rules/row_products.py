@@ -1,9 +1,9 @@
 """Second moments of a convolution's patches, computed from products of the image's rows.
 
-A patch consists of a few adjacent rows of the image, each as wide as the kernel. Therefore only the
-rows are unfolded, to `[height, C·k_w, batch·positions]`, whereas patches would repeat each row for
-every vertical offset of the kernel. Each row is multiplied by itself and by the rows below it, up
-to the height of the kernel. A product of two rows serves all pairs of vertical offsets at the
+A patch consists of a few adjacent rows of the image, each as wide as the kernel. Therefore, only
+the rows are unfolded, to `[height, C·k_w, batch·positions]`, whereas patches would repeat each row
+for every vertical offset of the kernel. Each row is multiplied by itself and by the rows below it,
+up to the height of the kernel. A product of two rows serves all pairs of vertical offsets at the
 distance of these rows: the sum over the positions of the patches becomes a sum over rows.
 """
 

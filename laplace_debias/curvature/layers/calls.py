@@ -2,7 +2,7 @@
 
 This is for parameters whose gradients do not follow directly from the inputs and output gradients
 of a module, for example a class token, a position table, a learned scale, a weight of a recurrent
-layer, or a weight that several layers share. Therefore the module's call is run again for each
+layer, or a weight that several layers share. Therefore, the module's call is run again for each
 example, and is differentiated at the output gradients. The sum over all calls that read a parameter
 is its Jacobian row.
 """

@@ -16,7 +16,7 @@ def select_positions(
 ) -> Float[Tensor, "columns n *d"]:
     """Select the rows of the positions that take part, `[K, n, ...]`.
 
-    On an accelerator, the host would have to wait for the number of these positions. Therefore all
+    On an accelerator, the host would have to wait for the number of these positions. Therefore, all
     positions are kept there, and the rows of the other positions are zero.
     """
     if mask.device.type == "cpu":

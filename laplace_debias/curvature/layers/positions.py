@@ -18,7 +18,7 @@ A vanishing gradient would not be enough. If a classifier reads only the first t
 has no gradient at any other position, but these positions still belong to the example.
 
 The gradients are computed in a separate pass, for one cotangent with generic numbers at all outputs
-that contribute to the loss. Therefore the result does not depend on how columns, examples or
+that contribute to the loss. Therefore, the result does not depend on how columns, examples or
 batches are split. It is also the same if an output is so certain that its own columns vanish. If a
 ReLU is dead or a Tanh saturated, the derivative is zero only for these inputs; `_pass_through` lets
 the cotangent pass nevertheless.
@@ -72,7 +72,7 @@ class PresentPositions:
     examined_layers: Collection[str] = ()
 
     def masks(self, block: Block, num_calls: int) -> Masks | None:
-        """Return a mask for each call of a weight block's layer; None if no position is masked."""
+        """Return a mask for each call of a weight block's layer, or None if nothing is masked."""
         if block.is_vector:
             return None
         if block.layer in self.masks_by_layer:

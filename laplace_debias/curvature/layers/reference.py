@@ -1,7 +1,7 @@
 """Reference gradients of single examples, computed by automatic differentiation.
 
 Blocks are compared with these gradients. The first two examples of the data may not use all parts
-of a model, because in a mixture of experts each example takes its own path. Therefore further
+of a model, because in a mixture of experts each example takes its own path. Therefore, further
 examples are searched until every parameter affects the outputs of some example, or until the data
 end.
 """

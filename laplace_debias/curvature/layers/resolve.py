@@ -2,7 +2,7 @@
 
 A layer's class determines how its parameters are expected to act, but a model may behave
 differently: it may have its own forward pass, read a weight from outside its layer, or pass windows
-or time steps to a layer instead of examples. Therefore every block is compared with automatic
+or time steps to a layer instead of examples. Therefore, every block is compared with automatic
 differentiation. A parameter whose block differs is measured at the calls of the module that has the
 parameter. If the result still differs, the calls of the enclosing module are used, and so on up to
 the network itself. For a parameter without a layer, or a parameter of a normalisation, operations

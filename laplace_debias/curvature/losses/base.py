@@ -86,7 +86,7 @@ class OutputLoss(ABC):
     """A loss as a function of the outputs `[B, ...]`, summed over the batch, with its divisor.
 
     The loss of a data set is the sum of the batches' values. With `reduction="mean"`, this sum is
-    divided by the sum of the batches' counts. Therefore results do not depend on how the data are
+    divided by the sum of the batches' counts. Therefore, results do not depend on how the data are
     split into batches. `is_recordable` says whether `value` consists of operations that are known
     to be safe to record. `is_convex` says whether `value` is known to be convex in the outputs, so
     that a generalised Gauss-Newton matrix is positive semi-definite. `has_distribution` says
@@ -110,7 +110,7 @@ class OutputLoss(ABC):
         """Compute the divisor of `reduction="mean"` for one batch."""
 
     def counted(self, labels: Labels) -> Tensor | None:
-        """Return the mask of outputs that count, broadcasting to the outputs; None if all count."""
+        """Return a mask of the outputs that count, broadcastable to them, or None if all count."""
         return labels.counted
 
     @abstractmethod

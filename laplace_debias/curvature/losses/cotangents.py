@@ -60,7 +60,7 @@ class Cotangents:
         return num_outputs if self.fisher.kind == "exact" else self.fisher.mc_samples
 
     def counted(self, targets: Tensor, ndim: int) -> Tensor | None:
-        """Return the mask of outputs that count, broadcasting to the outputs; None if all count."""
+        """Return a mask of the outputs that count, broadcastable to them, or None if all count."""
         targets = targets_classes_last(targets, ndim, self.class_dim)
         if targets.ndim < ndim - 1:
             return None

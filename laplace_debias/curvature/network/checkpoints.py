@@ -3,7 +3,7 @@
 A checkpointed function keeps no graph, and the backward pass runs it again. By then, the hooks that
 record the calls of layers are gone, so the second run differs from the first run. Derivatives of
 higher order, along several columns or with respect to single tensors are not supported either.
-Therefore the passes of this package run a checkpointed function as a plain call, with the same
+Therefore, the passes of this package run a checkpointed function as a plain call, with the same
 results.
 """
 

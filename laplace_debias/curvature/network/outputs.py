@@ -1,9 +1,10 @@
 """Checks of a network's outputs: their values, their shape and their size.
 
 The device computes whether labels are in range and outputs are finite. If the host read each
-answer, it would wait for the device in every batch. Therefore a pass over data collects the answers
-on the device and reads them together at the end of the pass or, in a long pass, also in between. No
-results are used before the answers have been read. On the CPU, an answer is read immediately.
+answer, it would wait for the device in every batch. Therefore, a pass over data collects the
+answers on the device and reads them together at the end of the pass or, in a long pass, also in
+between. No results are used before the answers have been read. On the CPU, an answer is read
+immediately.
 """
 
 import math

@@ -16,7 +16,7 @@ def unwrapped(model: nn.Module, plain_modules: dict[int, nn.Module] | None = Non
     The parameters of the result are the user's own tensors, under their names in the plain model. A
     wrapper computes the same as the model inside it, but hooks and derivatives may not work through
     a wrapper. If submodules are wrapped, the result is a copy of the modules around them, and modes
-    that are set later have no effect on it. Therefore call this function where the plain model is
+    that are set later have no effect on it. Therefore, call this function where the plain model is
     needed, and do not keep the result. `plain_modules` contains the submodules that were unwrapped
     before, by their `id`.
     """

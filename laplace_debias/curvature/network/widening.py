@@ -15,7 +15,7 @@ from laplace_debias.system.gathering import is_sharded
 def widened(network: nn.Module, names: Iterable[str]) -> nn.Module:
     """Make a working copy compute in single precision if any of the named parameters is narrower.
 
-    The parameters keep their values, which single precision holds exactly. Therefore curvature,
+    The parameters keep their values, which single precision holds exactly. Therefore, curvature,
     directions and predictives describe the function with exactly these values, without the rounding
     of every activation and gradient to the 8 bits of bfloat16. The copy needs 4 bytes per parameter
     of the model, Bayesian or not.

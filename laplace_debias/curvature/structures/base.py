@@ -141,7 +141,7 @@ class CurvatureStructure(ABC):
 
     @property
     def directions_per_factor(self) -> int | None:
-        """The largest number of directions of each Kronecker factor; None if it is not limited."""
+        """The largest number of directions of each Kronecker factor, or None if unlimited."""
         return None
 
     def check(self, context: FitContext) -> None:  # noqa: B027 (most have nothing to check)
@@ -203,7 +203,7 @@ class CurvatureStructure(ABC):
     def decomposed_sizes(
         self, context: FitContext, num_rows: NumRows = NO_ROWS
     ) -> Sequence[int] | None:
-        """List the sizes d of the `[d, d]` matrices that a fit decomposes; None if unknown."""
+        """Return the sizes d of the `[d, d]` matrices that a fit decomposes, or None if unknown."""
         return None
 
     @abstractmethod

@@ -304,7 +304,7 @@ class GpCurvature(DenseCurvature):
             )
 
     def _num_rows(self, context: FitContext) -> int | None:
-        """M·C, the number of rows of the Jacobian at the inducing inputs; None if it is unknown."""
+        """M·C, the number of rows of the Jacobian at the inducing inputs, or None if unknown."""
         num_inputs = len(self.inducing) if isinstance(self.inducing, Tensor) else self.inducing
         if num_inputs is None:
             num_inputs = context.num_examples

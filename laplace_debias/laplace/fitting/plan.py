@@ -325,7 +325,7 @@ def _run_trial(structure: CurvatureStructure, context: FitContext, data: Sequenc
 
 
 def _rows_of_all_batches(num_rows: NumRows, num_passes: int) -> NumRows:
-    """Extrapolate numbers of rows from one batch to all; None if a full matrix is smaller."""
+    """Extrapolate row counts from one batch to all; return None if a full matrix is smaller."""
     total: dict[Block, list[int | None]] = {}
     for block, counts in num_rows.items():
         total[block] = []

@@ -113,7 +113,7 @@ def fit_identity(
 def _earlier_data_identity(
     prepared: PreparedFit, information: Information | None
 ) -> dict[str, Any] | None:
-    """Describe the earlier data to which a fit adds new data; None if there is no earlier data."""
+    """Describe the earlier data to which a fit adds new data, or return None if there is none."""
     if information is None:
         return None
     structure = prepared.config.structure

@@ -19,7 +19,7 @@ def single_targets(predictive: Distribution) -> Any:
 def interval_ends(
     predictive: Any, level: float
 ) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"]] | None:
-    """Compute both ends of the central interval; None if the distribution has no quantiles."""
+    """Return both ends of the central interval, or None if the distribution has no quantiles."""
     mean = predictive.mean
     try:
         lower = predictive.icdf(mean.new_tensor((1 - level) / 2))

@@ -208,7 +208,7 @@ class FitWithLink:
     def _difference_variances(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> tuple[Float[Tensor, "batch classes"], Float[Tensor, "batch classes classes"]] | None:
-        """Compute a last layer's moments for `"pairwise"`; None for other links or posteriors."""
+        """Return a last layer's moments for `"pairwise"`, or None for other links or posteriors."""
         is_softmax = self.likelihood.activation == "softmax"
         is_pairwise = self.link is not None and self.link.name == "pairwise"
         if not (is_softmax and is_pairwise and method.positions is None):

@@ -26,7 +26,7 @@ from laplace_debias.operators.structures.wrappers import Assumed, Permuted, assu
 
 
 def exact_inverse(operator: LinearOperator) -> LinearOperator | None:
-    """Invert an operator `[n, n]`, keeping its structure; None if it has no closed form.
+    """Invert an operator `[n, n]`, keeping its structure, or return None without a closed form.
 
     Raises:
         ValueError: If the operator is singular.

@@ -70,7 +70,7 @@ def exact_eigh(
 
 
 def eigenvalues(operator: LinearOperator) -> Tensor | None:
-    """Compute all eigenvalues of a symmetric operator, unordered; None without a closed form."""
+    """Return all eigenvalues of a symmetric operator, unordered, or None without a closed form."""
     return or_none(all_eigenvalues, operator)
 
 
@@ -86,7 +86,7 @@ def exact_sqrt(operator: LinearOperator) -> LinearOperator | None:
 
 
 def least_eigenvalue_bound(operator: LinearOperator) -> float | None:
-    """Bound a symmetric operator's eigenvalues from below; None if no bound is known.
+    """Return a lower bound on a symmetric operator's eigenvalues, or None if none is known.
 
     By Weyl's inequality, the bound of a sum is the sum of its terms' bounds. If an operator is
     declared positive semi-definite, 0 is a bound.

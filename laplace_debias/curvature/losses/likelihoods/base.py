@@ -178,11 +178,11 @@ class Likelihood(ABC):
         """Return the distribution of y, averaged over samples of the outputs (Eq. 18)."""
 
     def counted(self, targets: Tensor) -> Tensor | None:
-        """Return a mask `[B]` of the targets that enter the loss; None if no target is excluded."""
+        """Return a mask `[B]` of the targets that enter the loss, or None if all of them do."""
         return None
 
     def curvature_weights(self, targets: Tensor) -> Float[Tensor, "batch weights"] | None:
-        r"""Return the weight ω ≥ 0 of each example's Hessian, `[B, 1]`; None if all weights are 1.
+        r"""Return the weight ω ≥ 0 of each example's Hessian, `[B, 1]`, or None if all are 1.
 
         The curvature of an example is $\mathrm{diag}(\sqrt\omega)\,(\sum_k s_k s_k^\top)\,
         \mathrm{diag}(\sqrt\omega)$, where $s_k$ are the columns of `hessian_root`, which do
