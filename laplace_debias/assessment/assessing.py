@@ -182,7 +182,7 @@ def _data_checksum(batches: Batches, model: nn.Module, limit: int | None = None)
 
 
 def _marks(batches: Batches, read: BatchReader, limit: int | None) -> Iterator[str]:
-    """Yield one string per batch that depends on all of its entries, for up to `limit` examples."""
+    """Yield a string per batch that depends on all its entries, until `limit` examples are read."""
     num_examples = 0
     for loaded_batch in batches:
         batch = read(loaded_batch)

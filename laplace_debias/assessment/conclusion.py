@@ -452,7 +452,7 @@ def _is_score_of(recommended: Recommendation, row: MetricRow) -> bool:
 
 
 def _in_words(row: MetricValue, text: Callable[[float], str]) -> tuple[str, str]:
-    """Format a value and its interval for a sentence, without their signs if it is significant."""
+    """Format the absolute value, and its interval, whose ends lose their signs if significant."""
     ends = [row.lower, row.upper]
     if row.sign():
         ends = sorted(map(abs, ends))

@@ -231,7 +231,7 @@ class Link:
                 )
 
     def options(self) -> dict[str, Any]:
-        """Return the constructor's arguments, without temperatures that have their default."""
+        """Return the constructor's arguments, except temperatures with their default value."""
         options = {"name": self.name, "temperature": self.temperature}
         if self.draw_temperature != self.temperature:
             options["draw_temperature"] = self.draw_temperature

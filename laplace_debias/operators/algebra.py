@@ -89,7 +89,7 @@ class Scaled(Wrapper):
         return self.scalar * (self.operator @ matrix)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> LinearOperator:
-        """Return the operator, with the given dtype and device if it has none of its own."""
+        """Return the operator; if its dtype or device is open, it adopts the given one."""
         return Scaled(self.operator.adopted(dtype, device), self.scalar)
 
 

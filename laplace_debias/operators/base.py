@@ -350,7 +350,7 @@ class LinearOperator(ABC):
         return converted
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "LinearOperator":
-        """Return the operator, with the given dtype and device if it has none of its own."""
+        """Return the operator; if its dtype or device is open, it adopts the given one."""
         return self
 
 

@@ -42,7 +42,7 @@ def _argument_of_step(
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, names: Sequence[str]) -> None:
-    """Require that the optimizer updates Bayesian parameters, without weight decay for them."""
+    """Require that the optimizer updates the Bayesian parameters without weight decay."""
     plain = unwrapped(model)
     bayesian = {id(plain.get_parameter(name)) for name in names}
     trained = set[int]()

@@ -44,7 +44,7 @@ class RunningSum:
         self.totals = DataTotals()
 
     def update(self, parts: BlockParts, totals: DataTotals) -> None:
-        """Add the sums over a batch, with factors that are stored as rows multiplied out."""
+        """Add the sums over a batch, after multiplying out factors that are stored as rows."""
         for block, batch_sums in _matrices(parts).items():
             if block not in self.parts:
                 self.parts[block] = [torch.zeros_like(s, dtype=self.dtype) for s in batch_sums]

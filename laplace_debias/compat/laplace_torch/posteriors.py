@@ -344,7 +344,7 @@ class Laplace:
         return self.posterior.sample(n_samples, generator)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """Compute the log-density of parameters, without its constant if `normalized` is false."""
+        """Compute the log-density of parameters; if `normalized` is false, omit its constant."""
         log_prob = self.posterior.posterior.log_prob(value)
         if normalized:
             return log_prob

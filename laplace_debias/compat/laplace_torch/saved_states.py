@@ -34,7 +34,7 @@ def file_of_posterior(posterior: Posterior) -> UInt8[Tensor, " bytes"]:
 def posterior_of_file(
     content: UInt8[Tensor, " bytes"], model: nn.Module, batch: BatchHook | None
 ) -> Posterior:
-    """Load a posterior from the bytes of its file, for the model that was fitted."""
+    """Load a posterior for the fitted model from the bytes of its file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "posterior.safetensors"
         path.write_bytes(content.cpu().numpy().tobytes())

@@ -284,7 +284,7 @@ def check_all_different(marks: Sequence[str | None], coincidence: str) -> None:
 
 
 def _data_set_summary(data: Any) -> str | None:
-    """Summarise a data set for comparisons between processes, if a loader reads all of it."""
+    """If a loader reads all of its data set, summarise it for comparisons between processes."""
     samplers = RandomSampler, SequentialSampler
     if not isinstance(data, DataLoader) or type(data.batch_sampler) is not BatchSampler:
         return None

@@ -206,7 +206,7 @@ class Network:
 
 
 class _Call(nn.Module):
-    """A wrapper that calls the model with `calling.call`, for `functional_call`."""
+    """A wrapper for `functional_call`, which calls the model with `calling.call`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

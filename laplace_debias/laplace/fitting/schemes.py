@@ -111,7 +111,7 @@ class Full(Scheme):
         return {"data": self.data}
 
     def check(self, structure: CurvatureStructure) -> None:
-        """Require data that can be iterated twice, if the fit needs two passes."""
+        """If the fit needs two passes, require data that can be iterated twice."""
         if structure.reads_data_twice:
             _refuse_iterator(structure, self.data)
 
@@ -143,7 +143,7 @@ class Split(Scheme):
         }
 
     def check(self, structure: CurvatureStructure) -> None:
-        """Require data that can be read twice, if the fit needs two passes."""
+        """If the fit needs two passes, require data that can be read twice."""
         if structure.reads_directions_twice:
             _refuse_iterator(structure, self.directions)
 

@@ -177,7 +177,7 @@ def prediction_context(
 def _at_positions(
     network: nn.Module, x: Inputs, positions: Positions, restricts_head: Callable[[str], bool]
 ) -> PredictionContext:
-    """Build a network that returns the outputs at the requested positions, with its inputs."""
+    """Build a network that returns the outputs at the requested positions, and its inputs."""
     chosen = choose_positions(network, x, positions)
     head = chosen.head
     if head is not None and not restricts_head(head):

@@ -143,7 +143,7 @@ class FitWithLink:
     def outputs(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "batch *outputs"]:
-        """Compute the outputs of the trained network, with logits divided by its temperature."""
+        """Compute the outputs of the trained network, and divide logits by its temperature."""
         with self._context(x, method.positions) as context:
             outputs = context.by_position(map_outputs(context.network, context.x), None)
         if self.link is None:
@@ -153,7 +153,7 @@ class FitWithLink:
     def draws(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw samples of the outputs, with logits divided by the temperature of draws."""
+        """Draw samples of the outputs, and divide logits by the temperature of draws."""
         if method.name == "glm":
             return self.draws_of_outputs(self.gaussian_outputs(x, method), method)
         with self._context(x, method.positions) as context:
@@ -167,7 +167,7 @@ class FitWithLink:
     def draws_of_outputs(
         self, outputs: GaussianOutputs, method: PredictionMethod
     ) -> Float[Tensor, "samples batch *outputs"]:
-        """Draw samples of Gaussian outputs, with logits divided by the temperature of draws."""
+        """Draw samples of Gaussian outputs, and divide logits by the temperature of draws."""
         draws = outputs.draws(method.num_samples, method.generator)
         return _divide_by_temperature(draws, self.draw_temperature)
 

@@ -117,7 +117,7 @@ class Header:
         )
 
     def to_json(self) -> str:
-        """Return the header as JSON, without fields that have their default value."""
+        """Return the header as JSON; fields with their default value are omitted."""
         values = asdict(self)
         for header_field in fields(self):
             if values[header_field.name] == header_field.default:

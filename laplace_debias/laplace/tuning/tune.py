@@ -424,7 +424,7 @@ def _with_temperatures(table: GridMetrics, choice: Setting) -> Link:
 
 
 def _rows(table: GridMetrics, link: int, metric: str) -> list[Row]:
-    """List the metric of a link at every prior precision in ascending order, for `Tuning.table`."""
+    """Return the rows of `Tuning.table`: a link's metric at every prior precision, ascending."""
     errors = table.standard_errors(table.sums[:, link]).tolist()
     rows: list[Row] = []
     for point in table.finite_points:

@@ -219,7 +219,7 @@ def subspace_iteration(
     max_matvecs: int,
     generator: torch.Generator | None,
 ) -> EigenPairs:
-    """Compute eigenpairs by multiplying a block of vectors, with a Rayleigh–Ritz step each time."""
+    """Compute eigenpairs by multiplying a block of vectors and taking Rayleigh–Ritz steps."""
     A = products.operator
     n = A.shape[0]
     width = min(n, k + max(k, 10))

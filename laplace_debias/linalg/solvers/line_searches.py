@@ -214,5 +214,5 @@ class LineSearches:
         self._bad_curvature = torch.where(flat, curvature, self._bad_curvature)
 
     def _like_b(self, tensor: Tensor) -> Tensor:
-        """Drop the last dimension of values per column, `[..., columns]`, if b is a vector."""
+        """If b is a vector, drop the last dimension of values per column, `[..., columns]`."""
         return tensor[..., 0] if self._is_vector else tensor

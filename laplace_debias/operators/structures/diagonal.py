@@ -144,7 +144,7 @@ class Identity(Symmetric):
         return Identity(self.n, target.dtype, target.device)
 
     def adopted(self, dtype: torch.dtype, device: torch.device) -> "Identity":
-        """Return the identity, with the given dtype and device if it has none of its own."""
+        """Return the identity; if its dtype or device is open, it adopts the given one."""
         return Identity(self.n, self._dtype or dtype, self._device or device)
 
 

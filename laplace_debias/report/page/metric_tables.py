@@ -50,7 +50,7 @@ def full_tables(run: Run, data: str) -> list[MetricTable]:
 
 
 def difference_tables(run: Run) -> list[MetricTable]:
-    """Make tables of differences, with each method that has no posterior as the reference."""
+    """Make one table of differences from each method that has no posterior."""
     simple = [method.key for method in run.methods if not method.is_laplace]
     tables = [_table(run, _main_columns(run), reference) for reference in simple]
     return [table for table in tables if table.columns]
