@@ -452,7 +452,7 @@ def _is_score_of(recommended: Recommendation, row: MetricRow) -> bool:
 
 
 def _in_words(row: MetricValue, text: Callable[[float], str]) -> tuple[str, str]:
-    """Format the absolute value, and its interval, whose ends lose their signs if significant."""
+    """Format the absolute value and the interval; if it excludes 0, omit the signs of its ends."""
     ends = [row.lower, row.upper]
     if row.sign():
         ends = sorted(map(abs, ends))
