@@ -227,7 +227,7 @@ class Link:
         for temperature in (self.temperature, self.draw_temperature, self.network_temperature):
             if not 0 < temperature < math.inf:
                 raise ValueError(
-                    f"The link has the temperature {temperature}. Pass a positive, finite number."
+                    f"The link has the temperature {temperature}. Pass a positive number."
                 )
 
     def options(self) -> dict[str, Any]:
