@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -28,6 +29,7 @@ class Presence:
     """
 
     def __init__(self, context: FitContext, forward_pass: ForwardPass) -> None:
+        self._context = context
         self._tap = context.tap
         self._positions = PositionFinder(
             context.network,
@@ -46,6 +48,16 @@ class Presence:
                 context's tap knows.
         """
         return ChunkPresence(self, chunk, uncalled)
+
+    @cached_property
+    def has_zero_weight(self) -> bool:
+        """Whether a Bayesian weight is zero, as in an adapter that has not been trained."""
+        parameters = [
+            self._context.network.get_parameter(name)
+            for block in self._context.blocks
+            for name in block.parameters
+        ]
+        return any(parameter.ndim > 1 and not parameter.any() for parameter in parameters)
 
     def find_positions(self, chunk: Batch, uncalled: Collection[Site]) -> PresentPositions:
         """Find the positions that take part; see `of_chunk` for the arguments."""
@@ -93,6 +105,12 @@ class ChunkPresence:
         # Most examples have a gradient in the first column, which takes less time to read.
         if _have_gradients(unclear, slice(1)) or _have_gradients(unclear, slice(None)):
             return
+        if self._presence.has_zero_weight:
+            # A weight of zero removes the gradients of all examples in the layers below it, so only
+            # layers with some gradient can show a gate.
+            unclear = [record for record in unclear if _has_gradient(record)]
+            if _have_gradients(unclear, slice(None)):
+                return
         sites = {record.block.site for record in unclear}
         self._presence.find_conditional_layers(self._chunk, sites)
         self._present = self._presence.find_positions(self._chunk, self._uncalled)
@@ -100,6 +118,11 @@ class ChunkPresence:
     def masked(self, record: BlockRecord) -> BlockRecord:
         """Return a record with the masks of the positions in its layer that take part."""
         return replace(record, masks=self._present.masks(record.block, len(record.inputs)))
+
+
+def _has_gradient(record: BlockRecord) -> bool:
+    """Whether some example has a gradient in the record."""
+    return any(bool(gradients.any()) for gradients in record.output_gradients)
 
 
 def _have_gradients(records: Sequence[BlockRecord], columns: slice) -> bool:
