@@ -56,8 +56,8 @@ def nll(
     probs, labels = check_classification(probs, labels)
     likelihoods = probs.gather(1, labels[:, None])
     log_probs = likelihoods.clamp(min=finfo(probs.dtype).tiny).log()[:, 0]
-    # Negate after taking the mean. Negation does not round, and this preserves the order of the
-    # terms in memory.
+    # Negate the mean instead of the terms. Negation does not round, and it would copy the terms to
+    # a layout in which torch may add them in a different order.
     return -reduce_examples(log_probs, reduction)
 
 
