@@ -282,13 +282,13 @@ def test_images_of_a_folder_are_compared_by_their_files(several_batches, tmp_pat
         files.append((path, index % 3))
     images = ImageFiles(tuple(files), View(unchanged, Pixels()))
     decoded = []
-    opened = image_files.opened
+    decode_picture = image_files.decode_picture
 
     def counted(file, is_grey=False):
         decoded.append(file)
-        return opened(file, is_grey)
+        return decode_picture(file, is_grey)
 
-    monkeypatch.setattr(image_files, "opened", counted)
+    monkeypatch.setattr(image_files, "decode_picture", counted)
     loader, _ = batches_of(images, SourceSettings(model="a:b"), None)
     loaded = replace(several_batches, test=loader, ood={}, shifts={})
     folder = run(loaded, tmp_path / "run", methods=(NETWORK,))

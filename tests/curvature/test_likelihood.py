@@ -164,7 +164,7 @@ def test_likelihood_names():
         likelihood_from("classification", 0.3)
 
 
-def test_a_loss_is_translated_to_a_likelihood():
+def test_a_loss_is_translated_to_a_likelihood(unchecked):
     for loss, advice in LIKELIHOODS_OF_LOSSES.items():
         (name, *_) = re.findall('"([a-z]+)"', advice)
         likelihood_from(name)

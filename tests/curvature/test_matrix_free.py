@@ -213,7 +213,7 @@ def test_subsets_of_parameters(params, names):
     close(G, dense_ggn(model, loss, x, y, names))
 
 
-def test_data_in_the_place_of_the_parameters_is_refused():
+def test_data_in_the_place_of_the_parameters_is_refused(unchecked):
     model = build("mlp")
     data = batches(inputs(3), LABELS, 3)
     with pytest.raises(TypeError, match=r"got data \(list\).*pass \(model, loss, data, params\)"):

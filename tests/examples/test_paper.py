@@ -115,6 +115,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "paper"
 CALLED_OTHERWISE = {
     "comparison": "laplace",
     "directional_curvature_digits": "directional_curvature",
+    "overlaps_digits": "overlaps",
     "wide_resnet": "directional_curvature",
 }
 

@@ -111,5 +111,5 @@ def test_a_link_with_three_temperatures_is_saved(tmp_path):
 
 @pytest.mark.parametrize("name", ["draw_temperature", "network_temperature"])
 def test_temperatures_must_be_positive(name: str):
-    with pytest.raises(ValueError, match=r"temperature of the link is -1.0. Pass a positive"):
+    with pytest.raises(ValueError, match=r"link has the temperature -1.0. Pass a positive"):
         Link("probit", **{name: -1.0})
