@@ -132,8 +132,8 @@ def interval_coverage(
 def interval_width(low: Real, high: Real, *, reduction: Reduction = "mean") -> Float[Tensor, "..."]:
     """Compute the mean width of intervals, in the units of the targets.
 
-    Of two predictives with the same coverage, the better one has narrower intervals. Arguments and
-    errors are the same as for `interval_coverage`.
+    If two predictives have the same coverage, the one with narrower intervals is better. Arguments
+    and errors are the same as for `interval_coverage`.
     """
     check_intervals(low, high)
     low, high = _at_least_float32(low, high)

@@ -44,7 +44,7 @@ ADVICE = {
     "to_matrix": "A.to_dense()",
     "trace": "laplace_debias.linalg.trace(A).value",
 }
-"""What replaces the names that operators of other libraries and tensors have, as code."""
+"""Code that replaces the names which operators of other libraries and tensors have."""
 NUMPY_TYPES = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
 
 

@@ -228,6 +228,15 @@ def test_a_posterior_that_has_changed_since_the_calibration_is_refused(classifie
     assert conformal.calibrate([(x, y)], LEVEL).predict(x).sizes.shape == (100,)
 
 
+def test_the_state_of_another_number_of_posteriors_is_refused(classifier):
+    model, la = classifier
+    x, y = class_data(model, 100, 3)
+    state = Conformal(Mixture([la, la])).calibrate([(x, y)], LEVEL).state_dict()
+    restored = Conformal(la).load_state_dict(state)
+    with pytest.raises(RuntimeError, match="used 2 posteriors, but there are 1 now"):
+        restored.predict(x)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -346,8 +346,8 @@ def _replicates(
             magnitudes += estimate.magnitudes / sum(sizes)
             pairs.append(Eigenpairs(estimate.eigenvalues, subspace.lift(estimate.directions)))
     mean = torch.stack([eigenvalues for eigenvalues, _ in pairs]).mean(0)
-    # Where the other folds have no curvature, both numbers are rounding errors, so the ratio is
-    # set to 1.
+    # If the other folds have no curvature, both numbers are rounding errors, so the ratio is set
+    # to 1.
     least = resolution(dtype) * mean.amax(-1, keepdim=True)
     replicates: list[Eigenpairs] = []
     for eigenvalues, directions in pairs:

@@ -156,7 +156,7 @@ class ConvolutionRule(LayerRule):
     ) -> Float[Tensor, "batch positions *groups coordinates"]:
         """Compute the coordinates of patches along the directions.
 
-        Where it is faster, the image is convolved with the directions as filters.
+        If it is faster, the image is convolved with the directions as filters.
         """
         if not isinstance(directions, Basis) or not _convolves_faster(layer, block):
             return super().activations_along(layer, block, x, directions)

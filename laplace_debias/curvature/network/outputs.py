@@ -317,7 +317,7 @@ def warn_of_positive(outputs: Tensor, name: str, logarithm: str) -> None:
 
     Args:
         outputs: The outputs, with the autograd graph of the network.
-        name: What the logarithms of the likelihood are, for the message.
+        name: The name of the logarithms, such as "log-variances", for the message.
         logarithm: Code that computes these logarithms, for the message.
     """
     if _last_operation(outputs, _BEFORE_OUTPUTS) in _POSITIVE and bool((outputs >= 0).all()):

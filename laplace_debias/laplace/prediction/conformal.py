@@ -502,7 +502,14 @@ class Conformal:
     def _check_calibrated(self) -> None:
         if self.level is None:
             raise RuntimeError("Conformal is not calibrated. Call `calibrate(loader)` first.")
-        for now, then in zip(self._posterior_values(), self._calibrated_for, strict=False):
+        posterior_values = self._posterior_values()
+        if len(posterior_values) != len(self._calibrated_for):
+            raise RuntimeError(
+                f"The calibration used {len(self._calibrated_for)} posteriors, but there are "
+                f"{len(posterior_values)} now, so the coverage is not guaranteed. Call "
+                "`calibrate(loader)` again."
+            )
+        for now, then in zip(posterior_values, self._calibrated_for, strict=True):
             for name, value in now.items():
                 if value != then[name]:
                     raise RuntimeError(

@@ -59,7 +59,7 @@ def concatenate_batches(batches: Sequence[Sequence[Tensor]], verb: str) -> list[
 
     Args:
         batches: The columns of each batch, with one row for each target that is not ignored.
-        verb: What the data is used for, as a verb in error messages, such as `"evaluate"`.
+        verb: The verb for the use of the data in error messages, such as `"evaluate"`.
     """
     columns = [torch.cat(column) for column in zip(*batches, strict=True)]
     columns_of_all = process_group().on_all(columns or None)

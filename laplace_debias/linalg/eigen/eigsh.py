@@ -347,9 +347,9 @@ def eigsh(
             found; at least ten times the rounding error of the dtype. Well-separated eigenvalues
             are far more precise: their error is about the squared residual divided by the gap to
             the nearest eigenvalue. However, eigenvalues that differ by less than the tolerance,
-            including those beyond the k-th, cannot be told apart, nor can eigenvalues below the
-            tolerance and zero. Therefore, choose `tol` well below the ratio of the k-th eigenvalue
-            to the first.
+            including those beyond the k-th, cannot be distinguished from each other, and
+            eigenvalues below the tolerance cannot be distinguished from zero. Therefore, choose
+            `tol` well below the ratio of the k-th eigenvalue to the first.
         max_matvecs: Largest number of products, which the last block of products may exceed.
             Default: `max(1000, 50 k)`, and `max(10_000, 1000 k)` for `"power"`.
         generator: Source of the random start, on the operator's device.
