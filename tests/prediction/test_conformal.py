@@ -228,6 +228,37 @@ def test_a_posterior_that_has_changed_since_the_calibration_is_refused(classifie
     assert conformal.calibrate([(x, y)], LEVEL).predict(x).sizes.shape == (100,)
 
 
+def test_a_new_fit_to_as_many_examples_is_refused(classifier):
+    """Only the number of examples of a fit was compared, so the sets were returned."""
+    model, _ = classifier
+    x, y = class_data(model, 100, 1)
+    second = class_data(model, 100, 2)
+    la = Laplace(model).fit([(x, y), second])
+    conformal = Conformal(la).calibrate([class_data(model, 100, 3)], LEVEL)
+    for batches, mode in (([(2 * x, y), second], "full"), ([(x, y), second], "mini")):
+        la.fit(batches, mode, num_data=200)
+        with pytest.raises(RuntimeError, match=r"log-determinant was .* `calibrate"):
+            conformal.predict(x)
+    la.fit([(x, y), second])
+    assert conformal.predict(x).sizes.shape == (100,)
+
+
+@pytest.mark.parametrize(
+    ("method", "temperature"),
+    [("map", "network_temperature"), ("nn", "draw_temperature"), ("glm", "temperature")],
+)
+def test_each_temperature_of_the_link_is_compared(classifier, method, temperature):
+    """Only the name of the link and three digits of one temperature were compared."""
+    model, _ = classifier
+    x, y = class_data(model, 100, 3)
+    la = Laplace(model).fit([(x, y)])
+    la.link = Link("pairwise")
+    conformal = Conformal(la, method).calibrate([(x, y)], LEVEL)
+    la.link = Link("pairwise", **{temperature: 1.0004})
+    with pytest.raises(RuntimeError, match=rf"its link was .*'{temperature}': 1\.0004"):
+        conformal.predict(x)
+
+
 def test_the_state_of_another_number_of_posteriors_is_refused(classifier):
     model, la = classifier
     x, y = class_data(model, 100, 3)

@@ -290,8 +290,8 @@ class Conformal:
             generator: Seeds the draws, if the method draws samples.
 
         Raises:
-            RuntimeError: If `calibrate` has not been called, or the posterior was tuned or updated
-                since.
+            RuntimeError: If `calibrate` has not been called, or the posterior was fitted, tuned or
+                updated since.
             ValueError: If a group has no calibration examples. Also raises the errors of
                 `Laplace.predict`.
         """
@@ -398,14 +398,18 @@ class Conformal:
         return self
 
     def _posterior_values(self) -> list[dict[str, Any]]:
-        """Return the values of each fitted posterior that change if it is tuned or updated."""
+        """Return the values of each posterior that change if it is fitted, tuned or updated.
+
+        The log-determinant changes with the curvature, which a fit to other data measures anew.
+        """
         return [
             {
                 "likelihood": state.likelihood.describe(),
                 "prior precision": [f"{value:g}" for value in state.prior.precision.reshape(-1)],
                 "temperature": state.temperature,
-                "link": None if state.link is None else str(state.link),
+                "link": None if state.link is None else state.link.options(),
                 "number of training examples": state.posterior.num_data,
+                "log-determinant": f"{state.posterior.log_det_precision():g}",
             }
             for state in self._predictor._states
             if isinstance(state, FittedPosterior)
@@ -511,9 +515,9 @@ class Conformal:
             )
         for now, then in zip(posterior_values, self._calibrated_for, strict=True):
             for name, value in now.items():
-                if value != then[name]:
+                if value != then.get(name):
                     raise RuntimeError(
                         f"The posterior has changed since the calibration: its {name} was "
-                        f"{then[name]} and is {value}, so the coverage is not guaranteed. Call "
+                        f"{then.get(name)} and is {value}, so the coverage is not guaranteed. Call "
                         "`calibrate(loader)` again."
                     )
