@@ -9,7 +9,6 @@ from laplace_debias.laplace.laplace import Laplace
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prediction.predictive import FitWithLink, PredictionMethod
 from laplace_debias.laplace.prediction.predictor import Predictor
-from laplace_debias.laplace.saving.file import likelihood_to_json
 from laplace_debias.laplace.state.fitted import FitSetup, FittedPosterior
 
 
@@ -112,8 +111,4 @@ def _check_same_likelihood(number: int, likelihood: Likelihood, first: Likelihoo
 
 def _options(likelihood: Likelihood) -> dict[str, Any]:
     """Return the options that members must share: all except the noise of a regression."""
-    if likelihood.has_sigma:
-        return {}
-    config = likelihood_to_json(likelihood, may_be_own=True)
-    own_options = config.pop("options", {})
-    return config | own_options
+    return {} if likelihood.has_sigma else likelihood.options()

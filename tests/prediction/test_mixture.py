@@ -1,6 +1,7 @@
 """Mixtures of posteriors against a loop over their members."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -197,6 +198,13 @@ def test_members_with_other_options_of_their_likelihood_are_refused_by_name(firs
     with pytest.raises(ValueError, match=f"member 2 has {match}.*the same options"):
         Mixture(las[:2])
     assert len(Mixture([las[0], las[2]]).members) == 2
+
+
+def test_members_need_not_have_options_that_a_file_can_hold():
+    """A mixture is not saved, but members were refused because infinity is not valid JSON."""
+    la = Laplace(nn.Linear(4, 3).double().eval(), OwnLikelihood(math.inf))
+    la.fit([data("classification")])
+    assert len(Mixture([la, la]).members) == 2
 
 
 def test_noises_of_a_regression_are_each_members_own():
