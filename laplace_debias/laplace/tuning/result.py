@@ -31,7 +31,9 @@ class Alternative:
         value: The metric.
         difference: The metric of this setting minus the metric of the choice; positive if it is
             worse.
-        half_width: Half the width of the paired 95 % interval of the difference.
+        half_width: Half the width of the paired 95 % interval of the difference. The interval
+            ignores that the choice is the best of many settings on the same examples, so it
+            contains the difference on new examples less often than in 95 % of cases.
     """
 
     name: str
@@ -95,7 +97,8 @@ class Tuning:
         prior_precision: The chosen value: one number, or one for each block, in the order of
             `Laplace.block_names`.
         metric: The name of the optimised metric, or `"log_marginal_likelihood"`.
-        value: The metric at the chosen value.
+        value: The metric at the chosen value. A metric on held-out examples is worse on new
+            examples, on average, because the setting was chosen on the held-out examples.
         table: One row for each value tried, ascending: `prior_precision`, the metric, and its
             `standard_error` over the examples if there are several. If `sigma` was also tuned,
             `sigma_factor` is the number by which the sigma of the fit is multiplied. With one prior
