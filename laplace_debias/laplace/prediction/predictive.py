@@ -48,6 +48,7 @@ METHODS = ("glm", "glm-mc", "nn", "map")
 DEFAULT_SAMPLES = 100
 
 
+@dataclass(frozen=True, eq=False)
 class PredictionMethod:
     """A prediction method, defined by the arguments of `Laplace.predict` that select it.
 
@@ -56,35 +57,33 @@ class PredictionMethod:
         samples: Number of draws; None for the closed form or the default number.
         generator: Seeds the draws; None for torch's global generator.
         positions: Positions of the outputs; None for all.
-        is_closed_form: Whether the predictive has a closed form.
     """
 
-    def __init__(
-        self,
-        name: str = "glm",
-        samples: int | None = None,
-        generator: torch.Generator | None = None,
-        positions: Positions | None = None,
-    ) -> None:
-        if not isinstance(name, str):
+    name: str = "glm"
+    samples: int | None = None
+    generator: torch.Generator | None = None
+    positions: Positions | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
             raise TypeError(
-                f"`method` is a {type(name).__name__}. Pass the name of a method. A model with "
-                "several inputs takes them as one tuple, `predict((x1, x2))`."
+                f"`method` is a {type(self.name).__name__}. Pass the name of a method. A model "
+                "with several inputs takes them as one tuple, `predict((x1, x2))`."
             )
-        if name not in METHODS:
-            raise ValueError(f"Unknown method={name!r}. Use one of {', '.join(METHODS)}.")
-        check_generator(generator)
-        if samples is not None and whole(samples, "samples") and name == "map":
+        if self.name not in METHODS:
+            raise ValueError(f"Unknown method={self.name!r}. Use one of {', '.join(METHODS)}.")
+        check_generator(self.generator)
+        if self.samples is not None and whole(self.samples, "samples") and self.name == "map":
             raise ValueError(
-                f'`samples={samples}` is not possible with this method. The methods "glm", '
+                f'`samples={self.samples}` is not possible with this method. The methods "glm", '
                 '"glm-mc" and "nn" use samples, and "map" uses none. Change `method` or '
                 "`samples`."
             )
-        self.name = name
-        self.samples = samples
-        self.generator = generator
-        self.positions = positions
-        self.is_closed_form = name == "glm" and samples is None
+
+    @property
+    def is_closed_form(self) -> bool:
+        """Whether the predictive has a closed form."""
+        return self.name == "glm" and self.samples is None
 
     @property
     def num_samples(self) -> int:
