@@ -136,7 +136,8 @@ class Predictor(ABC):
             The distribution, of batch shape `[B]`: `Categorical` for classes, `Bernoulli` for one
             label, `Independent(Bernoulli)` for several labels (`.mean` contains their
             probabilities), or `MultivariateNormal` for a regression, which includes the noise σ².
-            For quantiles, use `marginals`.
+            Its mean is `[B, C]`, and its `log_prob` takes targets `[B, C]`, also if the model
+            returns a single output as `[B]`. For quantiles, use `marginals`.
 
         Raises:
             ValueError: If the method or link is unknown; if `samples` is below 1, or the method
