@@ -276,7 +276,7 @@ def test_the_state_of_another_number_of_posteriors_is_refused(classifier):
         ({"groups": lambda x: (x[:, 0] > 0).long()}, "groups='a function', but .* groups=None"),
         ({"method": "map"}, "method='map', but this Conformal has method='glm'"),
         ({"samples": 30}, "samples=30, but this Conformal has samples=None"),
-        ({"link": Link("probit", 1.5)}, r"link=\('probit', 1\.5\), but .* link=None"),
+        ({"link": Link("probit", 1.5)}, r"link=\{'name': 'probit', .*\}, but .* link=None"),
     ],
 )
 def test_a_state_of_other_settings_is_refused(classifier, options, message, tmp_path):
@@ -292,6 +292,15 @@ def test_a_state_of_other_settings_is_refused(classifier, options, message, tmp_
 
 
 @pytest.mark.usefixtures("unchecked")  # passes wrong types
+def test_the_temperatures_of_a_state_are_compared_by_name(classifier):
+    """The temperatures were compared without their names, so these two links were equal."""
+    _, la = classifier
+    for_draws = Conformal(la, link=Link("probit", draw_temperature=2.0))
+    for_network = Conformal(la, link=Link("probit", network_temperature=2.0))
+    with pytest.raises(ValueError, match=r"'draw_temperature': 2.*'network_temperature': 2"):
+        for_network.load_state_dict(for_draws.state_dict())
+
+
 def test_wrong_calls_have_remedies(classifier):
     model, la = classifier
     data = class_data(model, 30, 3)

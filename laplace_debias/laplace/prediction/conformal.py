@@ -423,7 +423,7 @@ class Conformal:
             link = Link(link)
         return {
             **self._options,
-            "link": None if link is None else tuple(link.options().values()),
+            "link": None if link is None else link.options(),
             "penalty": self._penalty,
             "free_rank": self._free_rank,
             "groups": None if self._groups is None else "a function",
