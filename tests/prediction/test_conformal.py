@@ -291,7 +291,6 @@ def test_a_state_of_other_settings_is_refused(classifier, options, message, tmp_
     assert restored.quantiles.keys() == conformal.quantiles.keys()
 
 
-@pytest.mark.usefixtures("unchecked")  # passes wrong types
 def test_the_temperatures_of_a_state_are_compared_by_name(classifier):
     """The temperatures were compared without their names, so these two links were equal."""
     _, la = classifier
@@ -301,6 +300,7 @@ def test_the_temperatures_of_a_state_are_compared_by_name(classifier):
         for_network.load_state_dict(for_draws.state_dict())
 
 
+@pytest.mark.usefixtures("unchecked")  # passes wrong types
 def test_wrong_calls_have_remedies(classifier):
     model, la = classifier
     data = class_data(model, 30, 3)

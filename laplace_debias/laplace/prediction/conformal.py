@@ -409,7 +409,7 @@ class Conformal:
                 "temperature": state.temperature,
                 "link": None if state.link is None else state.link.options(),
                 "number of training examples": state.posterior.num_data,
-                "log-determinant": f"{state.posterior.log_det_precision():g}",
+                "log-determinant": state.posterior.log_det_precision().item(),
             }
             for state in self._predictor._states
             if isinstance(state, FittedPosterior)
@@ -515,9 +515,19 @@ class Conformal:
             )
         for now, then in zip(posterior_values, self._calibrated_for, strict=True):
             for name, value in now.items():
-                if value != then.get(name):
+                if not _is_same(value, then.get(name)):
                     raise RuntimeError(
                         f"The posterior has changed since the calibration: its {name} was "
                         f"{then.get(name)} and is {value}, so the coverage is not guaranteed. Call "
                         "`calibrate(loader)` again."
                     )
+
+
+def _is_same(value: Any, calibrated: Any) -> bool:
+    """Say whether two values are equal, or equal up to rounding if both are numbers.
+
+    A log-determinant that was computed on a different machine has other last digits.
+    """
+    if isinstance(value, float) and isinstance(calibrated, float):
+        return math.isclose(value, calibrated, rel_tol=1e-5, abs_tol=1e-5)
+    return value == calibrated
