@@ -95,22 +95,25 @@ class Mean(Statistic):
 
     def difference(self, reference: "Mean", level: float) -> Interval:
         """This metric minus a reference method's metric on the same examples."""
-        value, influence = self._distance()
-        reference_value, reference_influence = reference._distance()
-        difference = value - reference_value
-        low, high = mean_interval(difference, influence - reference_influence, level)
-        return Interval(difference, low, high)
-
-    def _distance(self) -> tuple[float, Float[Tensor, " n"]]:
-        """Return the value, or its distance from `ideal`, and each example's influence on it."""
-        slope = 1.0
-        if self.squared:
-            slope = 1 / max(2 * self.value, torch.finfo(torch.float64).tiny)
+        influence, reference_influence = self._influence(), reference._influence()
+        difference = self.value - reference.value
+        ends = mean_interval(difference, influence - reference_influence, level)
         if self.ideal is None:
-            return self.value, self.influence.double() * slope
-        if self.value < self.ideal:
-            slope = -slope
-        return abs(self.value - self.ideal), self.influence.double() * slope
+            return Interval(difference, *ends)
+        # The sign of each deviation from the ideal value may be uncertain. The difference of the
+        # distances is monotonic in the difference and in the sum of the deviations, so its extremes
+        # are at ends of their intervals.
+        total = self.value + reference.value - 2 * self.ideal
+        total_ends = mean_interval(total, influence + reference_influence, level)
+        candidates = [(abs(t + d) - abs(t - d)) / 2 for d in ends for t in total_ends]
+        value = abs(self.value - self.ideal) - abs(reference.value - self.ideal)
+        return Interval(value, min(candidates), max(candidates))
+
+    def _influence(self) -> Float[Tensor, " n"]:
+        """Return the contribution of each example to the value, also if it is a root."""
+        if self.squared:
+            return self.influence.double() / max(2 * self.value, torch.finfo(torch.float64).tiny)
+        return self.influence.double()
 
 
 @dataclass(frozen=True, eq=False)

@@ -286,6 +286,27 @@ def test_a_metric_with_an_ideal_is_compared_by_its_distance_from_it():
     assert scaled_error.value == pytest.approx(narrow_error - 1 - (1 - wide_error))
 
 
+def test_distances_from_an_ideal_on_different_sides_are_rarely_called_different():
+    """In 500 data sets, both methods are equally far from the ideal, one above and one below it."""
+    generator = seeded()
+    names = ("overconfidence", "bias")
+    num_excluded = dict.fromkeys(names, 0)
+    for _ in range(500):
+        # The probability of class 1 is 0.75, and the networks predict 0.78 and 0.72.
+        labels = (torch.rand(200, generator=generator) < 0.75).long()
+        classes = [metrics.evaluate(torch.full((200,), p), labels) for p in (0.78, 0.72)]
+        targets = torch.randn(200, generator=generator)
+        numbers = [
+            metrics.evaluate_regression(torch.full((200,), m), torch.ones(200), targets)
+            for m in (0.07, -0.07)
+        ]
+        differences = metrics.compare(*classes) | metrics.compare(*numbers)
+        for name in names:
+            num_excluded[name] += not differences[name].low <= 0 <= differences[name].high
+    # With a coverage of 95 %, more than 40 of 500 intervals exclude 0 with a probability of 0.15 %.
+    assert all(count <= 40 for count in num_excluded.values()), num_excluded
+
+
 def test_of_errors_over_bins_no_interval_is_printed():
     probs_a, probs_b, labels = predictions(100, seeded())
     report_a = metrics.evaluate(probs_a, labels)
