@@ -104,6 +104,17 @@ class _LaplaceEstimator(BaseEstimator):
                 f"The skorch net has the criterion {criterion.__name__}. Use {names} as "
                 "the criterion, and a module that returns the inputs of this criterion."
             )
+        loss = self.network.initialized_instance(
+            self.network.criterion, self.network.get_params_for("criterion")
+        )
+        weights = [getattr(loss, name, None) for name in ("weight", "pos_weight")]
+        if weights != [None, None] or getattr(loss, "label_smoothing", 0) > 0:
+            raise ValueError(
+                "The criterion of the skorch net has weights or label smoothing, which the "
+                "posterior would not have. Train the net, and fit `Laplace(net.module_, "
+                "likelihood)` with the likelihood that corresponds to the criterion, such as "
+                "Categorical(class_weights=...)."
+            )
 
     def _trained_network(
         self, X: np.ndarray, y: np.ndarray, num_outputs: int, weights: np.ndarray | None

@@ -533,6 +533,15 @@ def test_skorch_nets_that_do_not_match_are_rejected():
         LaplaceRegressor(skorch_net()).fit(X, y)
     with pytest.raises(ValueError, match=r"Pass a module together with `optimizer="):
         LaplaceRegressor(skorch_net(), likelihood="heteroscedastic").fit(X, y)
+    weights = torch.tensor([1.0, 1.0, 8.0])
+    for options in (
+        {"criterion__weight": weights},
+        {"criterion": nn.CrossEntropyLoss(weight=weights)},
+        {"criterion__label_smoothing": 0.1},
+        {"criterion": nn.BCEWithLogitsLoss, "criterion__pos_weight": weights[:1]},
+    ):
+        with pytest.raises(ValueError, match=r"has weights or label smoothing.*Categorical"):
+            LaplaceClassifier(skorch_net(**options)).fit(X, y)
     with pytest.raises(ValueError, match=r"has an optimizer\. Remove `optimizer="):
         LaplaceClassifier(skorch_net(), optimizer=ADAM).fit(X, y)
 
