@@ -219,3 +219,9 @@ def test_the_gradient_is_that_of_the_subclass_s_own_loss():
     thresholds = [-1.0, 1.0]
     gradient = Ordinal(thresholds).gradient(outputs, targets)
     torch.testing.assert_close(Halved(thresholds).gradient(outputs, targets), gradient / 2)
+
+
+def test_without_marginals_the_error_names_the_missing_methods():
+    la, x = fitted(Poisson())
+    with pytest.raises(TypeError, match="does not define `marginals` and `marginal_mixture`"):
+        la.marginals(x)

@@ -257,8 +257,14 @@ class Likelihood(ABC):
         raise self._no_marginals()
 
     def _no_marginals(self) -> TypeError:
+        name = type(self).__name__
+        if self.predicts_numbers:
+            return TypeError(
+                f"{name} has no quantiles, because it does not define `marginals` and "
+                "`marginal_mixture`. Use `predict`, or define these methods."
+            )
         return TypeError(
-            f"{type(self).__name__} has no quantiles, because its targets are classes, not "
+            f"{name} has no quantiles, because its targets are classes, not "
             "numbers. Use `predict`, which returns class probabilities."
         )
 
