@@ -114,6 +114,16 @@ def test_a_temperature_at_the_end_of_those_tried_is_told(temperature, scale, end
     assert with_given_link.notes == ()
 
 
+def test_a_temperature_of_temperature_scaling_at_the_end_of_those_tried_is_told():
+    """The best temperature of the network is about 7, and that of the posterior is below 4."""
+    model, x, y = problem(6.0, 400, temperature=0.15)
+    la = Laplace(model).fit([(x[:200], y[:200])])
+    tuning = la.tune([(x[200:], y[200:])])
+    assert tuning.link.temperature < 4
+    assert la.link.network_temperature == 4
+    assert "temperature of temperature scaling, 4, is the largest of those tried" in tuning.message
+
+
 def test_the_flat_range_is_that_of_paired_differences():
     """The reference computes the differences example by example."""
     tuning, _, tried = shaped(lambda power: 1 + 0.02 * (power - 2) ** 2, noise=0.1)

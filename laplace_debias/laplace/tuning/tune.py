@@ -481,7 +481,7 @@ def _notes(
     if num_points > 1 and not is_flat:
         yield from _notes_on_grid_ends(table, point)
     if len(table.links) > 1:
-        yield from _notes_on_temperature_ends(table.links[link])
+        yield from _notes_on_temperature_ends(table.links[link], alternatives)
     if point > 0 and not table.values[point - 1, link].isfinite():
         yield (
             "The best prior precision is the smallest one at which the metric is finite, "
@@ -509,21 +509,28 @@ def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
         )
 
 
-def _notes_on_temperature_ends(link: Link) -> Iterator[str]:
-    """Explain that the best temperature is the lowest or the highest temperature tried."""
+def _notes_on_temperature_ends(link: Link, alternatives: Sequence[Alternative]) -> Iterator[str]:
+    """Explain that a best temperature is the lowest or the highest temperature tried."""
+    ends = {TEMPERATURES[0]: "smallest", TEMPERATURES[-1]: "largest"}
     temperature = link.temperature
-    if temperature == TEMPERATURES[0]:
-        end = "smallest"
-        reason = "The posterior is wide, or the network is strongly under-confident."
-    elif temperature == TEMPERATURES[-1]:
-        end = "largest"
+    if temperature in ends:
         reason = "Check that these data are like the data of the fit."
-    else:
+        if temperature == TEMPERATURES[0]:
+            reason = "The posterior is wide, or the network is strongly under-confident."
+        yield (
+            f"The best temperature, {temperature:g}, is the {ends[temperature]} of those tried. "
+            f"{reason} To try other temperatures, pass link=laplace_debias.Link({link.name!r}, T)."
+        )
         return
-    yield (
-        f"The best temperature, {temperature:g}, is the {end} of those tried. {reason} To try "
-        f"other temperatures, pass link=laplace_debias.Link({link.name!r}, T)."
-    )
+    for alternative in alternatives:
+        temperature = alternative.link.temperature
+        if alternative.name == "temperature scaling" and temperature in ends:
+            yield (
+                f"The best temperature of temperature scaling, {temperature:g}, is the "
+                f"{ends[temperature]} of those tried, so temperature scaling may be better than "
+                "this comparison shows. To set another one, use la.link = laplace_debias.Link("
+                f"{link.name!r}, {link.temperature:g}, network_temperature=T)."
+            )
 
 
 def _notes_on_lower_scores(
