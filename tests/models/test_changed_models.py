@@ -374,6 +374,19 @@ def test_a_bayesian_parameter_that_is_gone_is_named(change, params):
             predict(x)
 
 
+class EmbeddingNet(nn.Module):
+    """An embedding, a linear layer and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.body = nn.Linear(4, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.body(self.embedding(x)).tanh())
+
+
 def with_two_adapters(active, **options):
     """A network with the adapters "a" and "b", none of which is zero."""
     peft = pytest.importorskip("peft")
@@ -451,6 +464,43 @@ def test_other_adapters_than_at_the_fit_raise(change, state, options, predicts_b
             call(x)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"modules_to_save": ["head"]},
+        {"use_dora": True},
+        {"target_modules": ["embedding", "body"]},
+    ],
+)
+def test_adapters_that_are_not_active_do_not_matter(options, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["body"], **options})
+    model = peft.get_peft_model(EmbeddingNet(), config, adapter_name="a").eval()
+    x = torch.arange(6)
+    la = Laplace(model).fit_batches([(x, x % 3)])
+    probs = la.predict(x).probs
+    la.save(tmp_path / "alone.safetensors")
+    model.add_adapter("b", config)
+    for _ in range(2):
+        assert torch.equal(la.predict(x).probs, probs)
+        for name, parameter in model.named_parameters():
+            if ".b." in f"{name}.":
+                nn.init.normal_(parameter)
+    loaded = Laplace.load(tmp_path / "alone.safetensors", model)
+    assert torch.equal(loaded.predict(x).probs, probs)
+    la.save(tmp_path / "beside.safetensors")
+    model.delete_adapter("b")
+    loaded = Laplace.load(tmp_path / "beside.safetensors", model)
+    assert torch.equal(loaded.predict(x).probs, probs)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and "original_module" not in name:
+            parameter.data += 1.0
+    with pytest.raises(RuntimeError, match=r"weight has changed"):
+        la.predict(x)
+
+
 def test_another_prompt_than_at_the_fit_raises():
     model = with_two_prompts("a")
     x = {"input_ids": torch.arange(12).view(3, 4) % 9}
@@ -499,7 +549,7 @@ def test_a_posterior_loads_whatever_the_original_of_a_trained_head_is(
     la = Laplace(model).fit_batches([(x, y)])
     with monkeypatch.context() as patch:
         if is_earlier_version:  # Its files also describe the original head.
-            patch.setattr(fingerprints, "unused_originals", lambda model: ())
+            patch.setattr(fingerprints, "unused_prefixes", lambda model: ())
             la = Laplace(model).fit_batches([(x, y)])
         la.save(tmp_path / "posterior.safetensors")
         expected = la.predict(x).probs

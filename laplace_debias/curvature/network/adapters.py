@@ -5,6 +5,9 @@ from typing import Any
 
 from torch import nn
 
+# The containers in which PEFT's modules keep the tensors of each adapter under its name.
+_CONTAINERS_BY_ADAPTER = ("ModuleDict", "ParameterDict", "BufferDict")
+
 
 @dataclass(frozen=True)
 class AdapterState:
@@ -51,23 +54,29 @@ def adapter_states(model: nn.Module) -> dict[str, AdapterState]:
     return states
 
 
-def unused_originals(model: nn.Module) -> tuple[str, ...]:
-    """Return the name prefixes of modules that PEFT replaces by trained copies.
+def unused_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """Return the name prefixes, with a final dot, of tensors on which the outputs do not depend.
 
-    These are the originals of `modules_to_save`. The outputs do not depend on them while the copy
-    is active. Often, such an original is a new head with random weights, which differ each time the
-    model is loaded.
+    These are the tensors of adapters that are not active, and the originals of `modules_to_save`
+    while a trained copy is active. Often, such an original is a new head with random weights, which
+    differ each time the model is loaded.
     """
+    states = adapter_states(model)
     prefixes = []
     for path, module in model.named_modules(remove_duplicate=False):
+        if path not in states:
+            continue
+        state = states[path]
+        for container_name, container in module.named_children():
+            if type(container).__name__ not in _CONTAINERS_BY_ADAPTER:
+                continue
+            for name in (*container._modules, *container._parameters, *container._buffers):
+                if name not in state.active:
+                    prefixes.append(f"{path}.{container_name}.{name}.".lstrip("."))
         copies = module._modules.get("modules_to_save")
-        if copies is None or "original_module" not in module._modules:
+        if copies is None or "original_module" not in module._modules or state.is_disabled:
             continue
-        active = getattr(module, "_active_adapter", None) or ()
-        names = (active,) if isinstance(active, str) else active
-        if getattr(module, "_disable_adapters", False) or not names:
-            continue
-        if all(name in copies._modules for name in names):
+        if state.active and all(name in copies._modules for name in state.active):
             prefixes.append(f"{path}.original_module.".lstrip("."))
     return tuple(prefixes)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from laplace_debias.curvature.network.adapters import unused_originals
+from laplace_debias.curvature.network.adapters import unused_prefixes
 from laplace_debias.curvature.network.quantised import plain_parts
 from laplace_debias.system.files import bytes_of
 from laplace_debias.system.gathering import full_value, is_sharded
@@ -34,23 +34,22 @@ def fingerprint(model: nn.Module, excluded: Collection[str]) -> dict[str, int]:
 def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters and persistent buffers under every name that they have.
 
-    The tensors are those in `state_dict`, without the modules that PEFT has replaced. `state_dict`
-    itself is not called, because quantised layers change during its call.
+    The tensors are those in `state_dict`, without PEFT's tensors on which the outputs do not
+    depend. `state_dict` itself is not called, because quantised layers change during its call.
     """
-    replaced = unused_originals(model)
-    modules = [
-        (path, module)
-        for path, module in model.named_modules(remove_duplicate=False)
-        if not f"{path}.".startswith(replaced)
-    ]
+    unused = unused_prefixes(model)
+    modules = list(model.named_modules(remove_duplicate=False))
     for path, module in modules:
         for key, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{path}.{key}".lstrip("."), parameter
+            name = f"{path}.{key}".lstrip(".")
+            if parameter is not None and not f"{name}.".startswith(unused):
+                yield name, parameter
     for path, module in modules:
         for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield f"{path}.{key}".lstrip("."), buffer
+            name = f"{path}.{key}".lstrip(".")
+            is_saved = buffer is not None and key not in module._non_persistent_buffers_set
+            if is_saved and not f"{name}.".startswith(unused):
+                yield name, buffer
 
 
 def checksum(model: nn.Module) -> str:

@@ -15,7 +15,7 @@ from laplace_debias.curvature.fisher import FisherType
 from laplace_debias.curvature.fits.context import FactorScales
 from laplace_debias.curvature.fits.information import Information
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Likelihood
-from laplace_debias.curvature.network.adapters import unused_originals
+from laplace_debias.curvature.network.adapters import unused_prefixes
 from laplace_debias.curvature.network.unwrapping import plain_names
 from laplace_debias.curvature.structures import CurvatureStructure, curvature_structure
 from laplace_debias.curvature.structures.base import CurvatureBlock
@@ -215,10 +215,10 @@ def load(
     plain = spec.plain_model
     mean = parameters.flattened(plain)
     fitted_model = FittedModel.record(spec, parameters, is_verified=False)
-    # Earlier versions also recorded the modules that PEFT replaces by trained copies.
-    replaced = unused_originals(plain)
+    # Earlier versions also recorded tensors of PEFT that the outputs do not depend on.
+    unused = unused_prefixes(plain)
     saved_fingerprint = {
-        name: n for name, n in header.others.items() if not name.startswith(replaced)
+        name: n for name, n in header.others.items() if not f"{name}.".startswith(unused)
     }
     _check_same_parameters(
         tensors["mean"], mean, saved_fingerprint, fitted_model.frozen_fingerprint
