@@ -7,6 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN, KFAC, Hessian
@@ -48,7 +52,13 @@ def compiled_in_place(model):
     return model
 
 
+def checkpointed_part(model):
+    model.body = checkpoint_wrapper(model.body)
+    return model
+
+
 WRAPPERS = {
+    "checkpoints": checkpointed_part,
     "DataParallel": nn.DataParallel,
     "compile": torch.compile,
     "compiled part": compiled_part,
@@ -119,6 +129,40 @@ def test_a_wrapped_model_has_the_operators_of_the_plain_one(name):
 def test_a_distributed_model_is_the_plain_one(process_group, tmp_path):
     is_the_same(nn.parallel.DistributedDataParallel, tmp_path)
     operators_are_the_same(nn.parallel.DistributedDataParallel)
+
+
+@pytest.mark.parametrize("replicates_part", [False, True])
+def test_a_replicated_model_is_the_plain_one(process_group, replicates_part, tmp_path):
+    def replicated(model):
+        replicate(model.body if replicates_part else model)
+        return model
+
+    is_the_same(replicated, tmp_path)
+    operators_are_the_same(replicated)
+    trained = replicated(plain().train())
+    trained(X).sum().backward()
+    la = Laplace(trained.eval()).fit(DATA)
+    assert torch.equal(la.predict(X).probs, Laplace(plain()).fit(DATA).predict(X).probs)
+
+
+def test_the_own_file_of_a_model_with_checkpoints_loads(tmp_path):
+    model = checkpointed_part(plain())
+    la = Laplace(model).fit(DATA)
+    assert torch.equal(la.predict(X).probs, Laplace(plain()).fit(DATA).predict(X).probs)
+    la.save(tmp_path / "posterior.safetensors")
+    for again in (model, plain()):
+        loaded = Laplace.load(tmp_path / "posterior.safetensors", again)
+        torch.testing.assert_close(loaded.predict(X).probs, la.predict(X).probs)
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, checkpoint_wrapper])
+def test_wrapped_parts_may_be_sharded(process_group, wrap):
+    model = plain()
+    model.body = wrap(model.body)
+    fully_shard(model.body, mesh=init_device_mesh("cpu", (1,)))
+    la = Laplace(model, params="last_layer").fit(DATA)
+    expected = Laplace(plain(), params="last_layer").fit(DATA).predict(X).probs
+    assert torch.equal(la.predict(X).probs, expected)
 
 
 @pytest.mark.parametrize("name", ["DataParallel", "nested"])

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from laplace_debias.curvature.network.precision import wide
 from laplace_debias.system.gathering import full_value, is_sharded
 
-_FSDP = "torch.distributed.fsdp"
+_HOOKS = ("torch.distributed.fsdp", "torch.distributed._composable.replicate")
 _ENTERED = "_entered_gathering"
 _IS_WIDE = "_gathers_single_precision"
 
@@ -34,15 +34,37 @@ def has_units(model: nn.Module) -> bool:
     return any(is_unit(module) for module in model.modules())
 
 
-def plain_unit(module: Any) -> nn.Module:
-    """Make a module of the original class around the same parameters and submodules.
+def is_replicated(module: nn.Module) -> bool:
+    """Whether `torch.distributed._composable.replicate` was called on a module.
 
-    The hooks of the new module gather the parameters.
+    Like `fully_shard`, this function changes the module's class, which then has other methods.
     """
-    # After a forward pass, FSDP may leave the parameters of the outermost unit unsharded.
-    module.reshard()
-    original_class: Any = type(module).__mro__[2]
-    plain: nn.Module = object.__new__(original_class)
+    return hasattr(type(module), "set_requires_gradient_sync") and not is_unit(module)
+
+
+def without_communication(module: Any) -> nn.Module:
+    """Make a module of the original class, without the hooks of `fully_shard` or `replicate`.
+
+    The parameters and submodules are the same objects.
+    """
+    if is_unit(module):
+        # After a forward pass, FSDP may leave the parameters of the outermost unit unsharded.
+        module.reshard()
+    # The new class inherits from the class with the methods and then from the original class.
+    return _shallow_copy(module, type(module).__bases__[-1])
+
+
+def with_gathering(module: nn.Module) -> nn.Module:
+    """Make a module with hooks that gather its sharded parameters, around the same parameters."""
+    plain = _shallow_copy(module, type(module))
+    plain.register_forward_pre_hook(_enter, prepend=True)
+    plain.register_forward_hook(_leave, always_call=True)
+    return plain
+
+
+def _shallow_copy(module: nn.Module, kind: Any) -> nn.Module:
+    """Make a module of a given class with its own hooks, without those for communication."""
+    copied: nn.Module = object.__new__(kind)
     attributes = vars(module).copy()
     for name in list(attributes):
         if name.startswith("__composable_api"):
@@ -51,16 +73,14 @@ def plain_unit(module: Any) -> nn.Module:
     for name in ("_forward_pre_hooks", "_forward_hooks"):
         hooks = OrderedDict(attributes[name])
         for key, hook in attributes[name].items():
-            if _is_of_fsdp(hook):
+            if _communicates(hook):
                 del hooks[key]
         attributes[name] = hooks
     for name in vars(module):
         if name.startswith("_forward") and name.endswith(("_with_kwargs", "_always_called")):
             attributes[name] = OrderedDict(attributes[name])
-    plain.__dict__ = attributes
-    plain.register_forward_pre_hook(_enter, prepend=True)
-    plain.register_forward_hook(_leave, always_call=True)
-    return plain
+    copied.__dict__ = attributes
+    return copied
 
 
 def gather_in_single_precision(network: nn.Module) -> None:
@@ -70,9 +90,10 @@ def gather_in_single_precision(network: nn.Module) -> None:
             setattr(module, _IS_WIDE, True)
 
 
-def _is_of_fsdp(hook: Any) -> bool:
+def _communicates(hook: Any) -> bool:
+    """Whether a hook belongs to `fully_shard` or `replicate`."""
     owner = type(getattr(hook, "__self__", hook))
-    return any(str(part.__module__).startswith(_FSDP) for part in (owner, hook))
+    return any(str(part.__module__).startswith(_HOOKS) for part in (owner, hook))
 
 
 def _is_plain_unit(module: nn.Module) -> bool:

@@ -5,9 +5,18 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from laplace_debias.curvature.network.sharded import is_unit, plain_unit
+from laplace_debias.curvature.network.sharded import (
+    is_replicated,
+    is_unit,
+    with_gathering,
+    without_communication,
+)
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+# The attributes that hold the module inside a compiled module, and inside torch's wrapper for
+# activation checkpointing. The wrappers are recognised by these attributes, because importing the
+# compiler takes a second.
+_INSIDE = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def unwrapped(model: nn.Module, plain_modules: dict[int, nn.Module] | None = None) -> nn.Module:
@@ -24,8 +33,12 @@ def unwrapped(model: nn.Module, plain_modules: dict[int, nn.Module] | None = Non
     model = without_outer_wrappers(model)
     if id(model) in plain_modules:
         return plain_modules[id(model)]
-    plain = plain_unit(model) if is_unit(model) else model
-    for name, child in model._modules.items():
+    plain = model
+    if is_unit(model):
+        plain = with_gathering(without_outer_wrappers(without_communication(model)))
+    elif is_replicated(model):
+        plain = without_communication(model)
+    for name, child in list(plain._modules.items()):
         plain_child = None if child is None else unwrapped(child, plain_modules)
         if plain_child is not child:
             if plain is model:
@@ -41,9 +54,13 @@ def without_outer_wrappers(model: nn.Module) -> nn.Module:
     inside: nn.Module | None = model
     while inside is not None:
         model = inside
-        # A compiled module is recognised by its attribute, because importing the compiler takes a
-        # second.
-        inside = model._modules.get("module" if isinstance(model, _PARALLEL) else "_orig_mod")
+        inside = None
+        if isinstance(model, _PARALLEL):
+            inside = model._modules["module"]
+        elif not is_unit(model):
+            # The hooks of `fully_shard` have to stay around the module whose parameters they
+            # gather.
+            inside = next(filter(None, map(model._modules.get, _INSIDE)), None)
         if inside is not None and (model._forward_hooks or model._forward_pre_hooks):
             raise ValueError(
                 f"The {type(model).__name__} around {type(inside).__name__} has forward hooks, "
