@@ -53,8 +53,9 @@ class LaplaceCallback(TrainerCallback):
 
     Raises:
         TypeError: If `trainer` is not a `transformers.Trainer`.
-        ValueError: If there is no evaluation data, or there are several sets. Also raises the
-            errors of `Laplace`.
+        ValueError: If there is no evaluation data, or there are several sets; when training starts,
+            if the likelihood does not match the `problem_type` of the model. Also raises the errors
+            of `Laplace`.
 
     Example:
         >>> from laplace_debias.integrations.transformers import LaplaceCallback
@@ -100,6 +101,9 @@ class LaplaceCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Check the loaders and the loss before training starts."""
+        model: Any = self._trainer.model
+        problem_type = getattr(getattr(model, "config", None), "problem_type", None)
+        _check_problem_type(problem_type, self._settings.likelihood)
         if args.label_smoothing_factor and self._trainer.compute_loss_func is None:
             _warn_of_label_smoothing(args.label_smoothing_factor, self._settings.likelihood)
         evaluation_loader = self._trainer.get_eval_dataloader() if self._settings.tune else None
@@ -130,6 +134,21 @@ class LaplaceCallback(TrainerCallback):
         """Return an unfitted `Laplace` for the trainer's model."""
         model: Any = self._trainer.model
         return self._settings.unfitted(copy_in_eval_mode(model))
+
+
+def _check_problem_type(problem_type: str | None, likelihood: str | Likelihood) -> None:
+    """Require another likelihood than classification if the model's loss is another one.
+
+    Raises:
+        ValueError: If the model's loss is for several labels or for a regression, but the
+            likelihood is that of a classification.
+    """
+    matching = {"multi_label_classification": "multilabel", "regression": "regression"}
+    if problem_type in matching and isinstance(likelihood_from(likelihood), Categorical):
+        raise ValueError(
+            f'The model has `problem_type="{problem_type}"`, but the likelihood of the posterior '
+            f'is that of a classification. Pass "{matching[problem_type]}" to the callback.'
+        )
 
 
 def _warn_of_label_smoothing(smoothing: float, likelihood: str | Likelihood) -> None:

@@ -707,6 +707,31 @@ def test_the_trainer_callback_refuses_data_in_order_for_auto(tmp_path, unchecked
     assert torch.equal(nn.utils.parameters_to_vector(run.model.parameters()), weights)
 
 
+@pytest.mark.parametrize(
+    ("problem_type", "remedy"),
+    [("multi_label_classification", "multilabel"), ("regression", "regression")],
+)
+def test_the_trainer_callback_refuses_the_likelihood_of_another_loss(
+    problem_type, remedy, tmp_path, unchecked
+):
+    run = hugging_face_trainer(tmp_path, max_steps=1)
+    run.model.config.problem_type = problem_type
+    for dataset in (run.train_dataset, run.eval_dataset):
+        for example in dataset:
+            example["labels"] = nn.functional.one_hot(example["labels"], 2).float()
+    from laplace_debias.integrations.transformers import LaplaceCallback
+
+    callback = LaplaceCallback(run, params="last_layer")
+    run.add_callback(callback)
+    weights = nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
+    with pytest.raises(ValueError, match=f'problem_type="{problem_type}".*Pass "{remedy}"'):
+        run.train()
+    assert torch.equal(nn.utils.parameters_to_vector(run.model.parameters()), weights)
+    run.remove_callback(callback)
+    run.add_callback(LaplaceCallback(run, remedy, params="last_layer"))
+    run.train()
+
+
 def test_the_trainer_callback_refuses_before_the_training(tmp_path, unchecked):
     run = hugging_face_trainer(tmp_path, eval_strategy="no")
     from laplace_debias.integrations.transformers import LaplaceCallback
