@@ -775,7 +775,17 @@ def test_an_absent_attribute_is_explained():
         _ = la.no_such
     la.fit(loader("classification"))
     assert la.posterior.posterior.curvature.shape == (la.n_params, la.n_params)
-    assert la(torch.randn(1, 3).double()).shape[-1] == 2
+    x = torch.randn(1, 3).double()
+    assert la(x).shape[-1] == 2
+    assert la.posterior.functional(x, diagonal=True)[1].shape == (1, 2)
+
+
+def test_a_prior_precision_that_is_no_number_is_refused():
+    with pytest.raises(TypeError, match=r"^prior_precision must be a real number or several"):
+        Laplace(network(), "classification", prior_precision="1.5")
+    la = Laplace(network(), "classification")
+    with pytest.raises(TypeError, match=r"^prior_precision must be a real number or several"):
+        la.prior_precision = "1.5"
 
 
 def test_a_misspelt_attribute_is_not_set():

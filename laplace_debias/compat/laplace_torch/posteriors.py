@@ -59,6 +59,7 @@ from laplace_debias.laplace.state.prior import prior_precision_from
 from laplace_debias.laplace.wrong_names import check_spelling
 from laplace_debias.linalg import diagonal, logdet
 from laplace_debias.operators import LinearOperator
+from laplace_debias.system.checks import real
 from laplace_debias.system.shown import warn
 from laplace_debias.training.hyper_parameters import log_marginal_likelihood
 
@@ -477,7 +478,7 @@ class Laplace:
         precision = scalar_or_vector(value)
         state = self._fit.state
         parameters = state.parameters
-        num_entries = torch.as_tensor(precision).numel()
+        num_entries = real(precision, "prior_precision").numel()
         if parameters is None:
             # The number of entries is then checked by the fit, on its first batch.
             is_by_block = self._structure not in STRUCTURES
