@@ -749,6 +749,7 @@ def test_an_absent_argument_is_explained():
     la = Laplace(network(), "classification")
     calls = {
         "dict_key_x": lambda: Laplace(network(), "classification", dict_key_x="x"),
+        "feature_reduction": lambda: Laplace(network(), "classification", feature_reduction=None),
         "n_steps": lambda: la.optimize_prior_precision(method="marglik", n_steps=10),
         "loss": lambda: la.optimize_prior_precision(loss=nn.CrossEntropyLoss()),
         "progress_bar": lambda: marglik_training(network(), [], progress_bar=True),

@@ -17,6 +17,7 @@ _MAPPING = (
     "A mapping's entries are passed to the model by their names. If the model takes the mapping as "
     'one argument, fit to pairs (OneArgument(batch), batch["labels"]).'
 )
+_REMOVE = "There is no such option. Leave it out."
 _SEARCH = "A bounded search, which needs no initial value and no steps, replaces it. Leave it out."
 
 ABSENT_CLASSES = {
@@ -57,9 +58,12 @@ ABSENT_CLASSES = {
 ABSENT_ATTRIBUTES = {
     "H": "Use la.posterior.posterior.curvature, the operator of the mean loss.",
     "H_facs": "Use la.posterior.posterior.curvature, the operator of the mean loss.",
+    "functional_variance_fast": "Use la(x, diagonal_output=True) for a regression, or "
+    "la.posterior.functional(x, diagonal=True).",
     "backend": "There are no exchangeable backends. Use la.posterior.",
     "loss": "Use -la.log_likelihood.",
     "n_outputs": "Use la(x).shape[-1].",
+    "n_params_subnet": "Use la.n_params.",
 }
 """The attributes of laplace-torch's classes that are missing here, and what to use instead."""
 
@@ -67,8 +71,12 @@ SETTABLE = ("prior_precision", "prior_mean", "sigma_noise", "temperature", "enab
 """The attributes that can be set."""
 
 ABSENT_ARGUMENTS = {
+    "asdl_fisher_kwargs": _REMOVE,
+    "damping": _REMOVE,
     "dict_key_x": _MAPPING,
     "dict_key_y": _MAPPING,
+    "feature_reduction": _REMOVE,
+    "fitting": _REMOVE,
     "init_prior_prec": _SEARCH,
     "log_prior_prec_base": "The base of the grid is 10. Leave it out.",
     "loss": "The grid search minimises the NLL. Leave it out.",
