@@ -238,16 +238,53 @@ def test_kronecker_factors_and_marginal_likelihoods_of_unequal_batches(likelihoo
     )
 
 
+class TakesABatch(nn.Module):
+    """A network whose only argument is a mapping."""
+
+    def __init__(self, key):
+        super().__init__()
+        self.layers = network()
+        self.key = key
+
+    def forward(self, batch):
+        return self.layers(batch[self.key])
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("subset", SUBSETS)
+def test_mappings_with_keys_of_the_user(likelihood, subset):
+    keys = {"dict_key_x": "image", "dict_key_y": "class"}
+    options = {"subset_of_weights": subset, **keys}
+    ours, theirs = both_libraries(likelihood, TakesABatch("image"), **options)
+    x, y = loader(likelihood).dataset.tensors
+    data = DataLoader([{"image": x[n], "class": y[n]} for n in range(10)], batch_size=4)
+    ours.fit(data)
+    theirs.fit(data)
+    batch = next(iter(data))
+    assert_same_predictions(ours, theirs, batch)
+    close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood().detach())
+    draws = [
+        ours.predictive_samples(inputs, "nn", 5, generator=torch.Generator().manual_seed(0))
+        for inputs in (batch, OneArgument(batch))
+    ]
+    assert torch.equal(*draws)
+    restored = both_libraries(likelihood, TakesABatch("image"), **options)[0]
+    restored.load_state_dict(ours.state_dict())
+    restored.fit(data, override=False)
+    assert restored.n_data == 20
+    with pytest.raises(ValueError, match=r"`dict_key_x` is 'pixels'\. Pass the name"):
+        Laplace(TakesABatch("image"), likelihood, dict_key_x="pixels").fit(data)
+    with pytest.raises(ValueError, match=r"`dict_key_y` is 'labels'\. Pass the name"):
+        Laplace(TakesABatch("image"), likelihood, dict_key_x="image").fit(data)
+
+
+def test_keys_of_mappings_are_refused_for_reward_models():
+    with pytest.raises(NotImplementedError, match="Remove `dict_key_x=`"):
+        Laplace(Rewards(), "reward_modeling", dict_key_x="input_ids")
+
+
 def test_models_that_take_the_whole_batch():
-    class TakesABatch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = network()
-
-        def forward(self, batch):
-            return self.layers(batch["input_ids"])
-
-    model = TakesABatch()
+    model = TakesABatch("input_ids")
     ours, theirs = both_libraries("classification", model, subset_of_weights="all")
     x, y = loader("classification").dataset.tensors
     batch = {"input_ids": x, "labels": y}
@@ -748,7 +785,7 @@ def test_hasattr_finds_only_the_names_that_are_here():
 def test_an_absent_argument_is_explained():
     la = Laplace(network(), "classification")
     calls = {
-        "dict_key_x": lambda: Laplace(network(), "classification", dict_key_x="x"),
+        "dict_key_x": lambda: marglik_training(network(), [], dict_key_x="x"),
         "feature_reduction": lambda: Laplace(network(), "classification", feature_reduction=None),
         "n_steps": lambda: la.optimize_prior_precision(method="marglik", n_steps=10),
         "loss": lambda: la.optimize_prior_precision(loss=nn.CrossEntropyLoss()),

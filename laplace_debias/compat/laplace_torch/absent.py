@@ -15,7 +15,7 @@ _BACKEND = "Pass the backend's name as a string, such as backend={!r}."
 _STRING = "Pass a string instead of a member of this enumeration, such as {!r}."
 _MAPPING = (
     "A mapping's entries are passed to the model by their names. If the model takes the mapping as "
-    'one argument, fit to pairs (OneArgument(batch), batch["labels"]).'
+    'one argument, train on pairs (OneArgument(batch), batch["labels"]).'
 )
 _REMOVE = "There is no such option. Leave it out."
 _SEARCH = "A bounded search, which needs no initial value and no steps, replaces it. Leave it out."

@@ -1,11 +1,13 @@
 """Translation of laplace-torch's arguments into options of this package."""
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from laplace_debias.curvature.data.batch_forms import BatchHook
+from laplace_debias.curvature.network.inputs import OneArgument
 from laplace_debias.laplace.links import BRIDGES
 
 LIKELIHOODS_BY_NAME = {
@@ -81,9 +83,36 @@ def names_in_layer(layer: nn.Module, network: nn.Module) -> list[str]:
     return [name for name, parameter in network.named_parameters() if parameter in of_layer]
 
 
-def batch_hook(likelihood: str) -> BatchHook | None:
-    """Return the function that reads batches for a likelihood, or None for the default one."""
-    return _first_is_preferred if likelihood == "reward_modeling" else None
+def batch_hook(likelihood: str, dict_key_x: str | None, dict_key_y: str | None) -> BatchHook | None:
+    """Return the function that reads batches, or None for the default one.
+
+    Raises:
+        NotImplementedError: If keys of a mapping are passed for a reward model.
+    """
+    takes_mappings = dict_key_x is not None or dict_key_y is not None
+    if likelihood == "reward_modeling":
+        if takes_mappings:
+            raise NotImplementedError(
+                "Reward models cannot be fitted to mappings. Remove `dict_key_x=` and "
+                "`dict_key_y=`, and fit to batches (pairs, preferred)."
+            )
+        return _first_is_preferred
+    if takes_mappings:
+        return partial(_mapping_and_targets, dict_key_x or "input_ids", dict_key_y or "labels")
+    return None
+
+
+def _mapping_and_targets(dict_key_x: str, dict_key_y: str, batch: Any) -> Any:
+    """Read a mapping as one argument of the model, and leave other batches unchanged."""
+    if not isinstance(batch, Mapping):
+        return batch
+    for argument, key in (("dict_key_x", dict_key_x), ("dict_key_y", dict_key_y)):
+        if key not in batch:
+            raise ValueError(
+                f"A batch has the entries {list(batch)}, but `{argument}` is {key!r}. Pass the "
+                "name of one of its entries."
+            )
+    return OneArgument(batch), batch[dict_key_y]
 
 
 def _first_is_preferred(batch: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:

@@ -49,7 +49,7 @@ from laplace_debias.compat.laplace_torch.saved_states import (
 )
 from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.network.bradley_terry import BradleyTerry
-from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.inputs import Inputs, OneArgument
 from laplace_debias.curvature.network.selection import ParameterSelection
 from laplace_debias.curvature.network.subnetwork import Subnetwork
 from laplace_debias.laplace.laplace import Laplace as Posterior
@@ -89,6 +89,10 @@ class Laplace:
         backend: A backend of laplace-torch, or its name. Names that end with `GGN` select the exact
             Fisher matrix, and names that end with `EF` the empirical one.
         backend_kwargs: `{"stochastic": True}` for a Fisher matrix with sampled labels.
+        dict_key_x: The name of an entry of each mapping in the data, as a check. If this argument
+            or `dict_key_y` is passed, the model takes a whole mapping as one argument, as in
+            laplace-torch. Default: the entries of a mapping are passed by their names.
+        dict_key_y: The name of the targets in each mapping. Default: `"labels"`.
 
     Raises:
         NotImplementedError: If this package has no equivalent of the combination of arguments.
@@ -127,6 +131,8 @@ class Laplace:
         independent_outputs: bool = False,
         backend: type | str | None = None,
         backend_kwargs: Mapping[str, Any] | None = None,
+        dict_key_x: str | None = None,
+        dict_key_y: str | None = None,
     ) -> None:
         likelihood = checked_name("likelihood", likelihood, LIKELIHOODS_BY_NAME)
         subset_of_weights = checked_name("subset_of_weights", subset_of_weights, SUBSETS)
@@ -158,6 +164,8 @@ class Laplace:
         self._structure = hessian_structure
         self._subset = subset_of_weights
         self._last_layer_name = last_layer_name
+        self._takes_mappings = dict_key_x is not None or dict_key_y is not None
+        self._batch_hook = batch_hook(likelihood, dict_key_x, dict_key_y)
         self._fit = Posterior(
             network,
             LIKELIHOODS_BY_NAME[likelihood],
@@ -169,7 +177,7 @@ class Laplace:
             fisher=fisher_of_backend(backend, backend_kwargs or {}),
             inducing=n_subset,
             independent_outputs=independent_outputs,
-            batch=batch_hook(likelihood),
+            batch=self._batch_hook,
         )
         # If set, this prior replaces the prior precision of the fit. Until the first fit has found
         # the last layer, several precisions may be meant per parameter or per block.
@@ -269,6 +277,7 @@ class Laplace:
             the variances `[B, C]`; with `joint`, the mean `[B·C]` and the covariance `[B·C, B·C]`;
             with `"nn"`, the mean and the variances over the draws, `[B, C]`.
         """
+        x = self._as_argument(x)
         pred_type = self._checked_pred_type(pred_type)
         link_approx = checked_name("link_approx", link_approx, LINKS)
         if self.likelihood != "classification":
@@ -311,6 +320,7 @@ class Laplace:
             torch.linalg.LinAlgError: With `enable_backprop`, if the covariance of the outputs is
                 singular for an input.
         """
+        x = self._as_argument(x)
         pred_type = self._checked_pred_type(pred_type)
         differentiable = self.enable_backprop and torch.is_grad_enabled()
         if pred_type == "nn":
@@ -391,6 +401,11 @@ class Laplace:
     def _times_covariance(self, Js: Tensor) -> Tensor:
         rows = Js.flatten(0, 1)
         return (self.posterior.posterior.covariance @ rows.T).T.reshape(Js.shape)
+
+    def _as_argument(self, x: Inputs) -> Inputs:
+        """Mark a mapping as one argument of the model if the model takes mappings."""
+        is_argument = self._takes_mappings and isinstance(x, Mapping)
+        return OneArgument(x) if is_argument else x
 
     def _checked_pred_type(self, pred_type: str) -> str:
         pred_types = ("glm", "gp") if self._structure == "gp" else ("glm", "nn")
@@ -625,8 +640,7 @@ class Laplace:
                 model, likelihood, structure or subset of the parameters.
         """
         check_state(state_dict, self._options)
-        batch = batch_hook(self.likelihood)
-        self.posterior = posterior_of_file(state_dict[FILE], self._fit.model, batch)
+        self.posterior = posterior_of_file(state_dict[FILE], self._fit.model, self._batch_hook)
         if PRECISIONS in state_dict:
             self.prior_precision = state_dict[PRECISIONS]
 
