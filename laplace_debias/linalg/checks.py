@@ -12,12 +12,17 @@ from laplace_debias.system import checks
 
 
 def check_operator(A: object, generator: torch.Generator | None = None) -> None:
-    """Check that an argument is an operator, and that the generator is on the same device."""
+    """Check the type and the dtype of an operator, and that the generator is on its device."""
     if not isinstance(A, LinearOperator):
         raise TypeError(
             f"Expected a LinearOperator, got {type(A).__name__}. Wrap a tensor as "
             "`Dense(matrix)`, or a NumPy array as `Dense(torch.from_numpy(array))`. For a function "
             "or an operator of another library, write a subclass of LinearOperator."
+        )
+    if A.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"{type(A).__name__} is {A.dtype}, but must be float32 or float64. Convert it, or the "
+            "parts from which it is built, with `.to(torch.float32)`."
         )
     checks.check_generator(generator)
     if generator is not None and generator.device.type != A.device.type:

@@ -25,11 +25,6 @@ class Products:
         total: int | None = None,
         label: str = "products",
     ) -> None:
-        if A.dtype not in (torch.float32, torch.float64):
-            raise ValueError(
-                f"{type(A).__name__} is {A.dtype}, but must be float32 or float64. Convert its "
-                "parts with `.to(torch.float32)`."
-            )
         if 0 in A.shape:
             raise ValueError(
                 f"{type(A).__name__} has shape {A.shape}. Pass an operator with at least one row "

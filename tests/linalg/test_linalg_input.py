@@ -97,14 +97,6 @@ def test_generators_on_another_device_are_refused(name):
     assert A.columns == 0
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_half_precision_is_refused(name):
-    A = Matrix(torch.eye(60, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="bfloat16"):
-        FUNCTIONS[name](A)
-    assert A.columns == 0
-
-
 STRUCTURES = {
     "diagonal": Diagonal,
     "dense": lambda x: assume(Dense(x.diag()), symmetric=True),
@@ -124,6 +116,19 @@ def test_closed_forms_refuse_what_is_not_finite(name):
         values[7] = bad
         with pytest.raises(ValueError, match=r"contains NaN or Inf. Look for NaN"):
             function(structure(values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", [*FUNCTIONS, "inverse", "inverse_sqrt", "cg"])
+def test_half_precision_is_refused(name, dtype):
+    functions = {"inverse": inverse, "inverse_sqrt": inverse_sqrt, "cg": lambda A: cg(A, B)}
+    function = {**FUNCTIONS, **functions}[name]
+    A = Matrix(torch.eye(60, dtype=dtype))
+    structured = [structure(1 + uniform(60)).to(dtype) for structure in STRUCTURES.values()]
+    for operator in (A, *structured):
+        with pytest.raises(ValueError, match=rf"is {dtype}, but must be float32 or float64"):
+            function(operator)
+    assert A.columns == 0
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "inverse", "cg"])
