@@ -210,11 +210,14 @@ def test_the_remedy_for_a_model_that_takes_the_whole_batch_works():
     named = Named().double().eval()
     model = TakesABatch().double().eval()
     model.load_state_dict(named.state_dict())
-    batch = {"pixels": X, "mask": MASK, "labels": Y}
-    with pytest.raises(
-        ValueError, match=r"pass pairs `\(OneArgument\(batch\), batch\[\"labels\"\]\)`"
-    ):
-        Laplace(model).fit([batch])
+    inputs = {"pixels": X, "mask": MASK}
+    batch = {**inputs, "labels": Y}
+    for wrong in (batch, (inputs, Y), ({"pixels": X}, Y)):
+        for build in (lambda data: Laplace(model).fit(data), lambda data: Jacobian(model, data)):
+            with pytest.raises(
+                ValueError, match=r"pass pairs `\(OneArgument\(inputs\), targets\)`"
+            ):
+                build([wrong])
     la = Laplace(model).fit([(OneArgument(batch), batch["labels"])])
     expected = Laplace(named).fit([batch]).predict({"pixels": X, "mask": MASK})
     torch.testing.assert_close(la.predict(OneArgument(batch)).probs, expected.probs)

@@ -96,6 +96,8 @@ class BatchReader:
             inputs, targets = self._from_names(form)
         else:
             inputs = form.inputs
+            if type(inputs) is dict:
+                ForwardArguments.of(unwrapped(self.model)).check_names(inputs)
             targets = form.targets
             weights = form.weights
         if targets is None and not self.needs_targets:

@@ -48,19 +48,25 @@ class ForwardArguments:
             ValueError: If there are several inputs and the forward pass does not accept the name of
                 one.
         """
-        unknown = [key for key in named if key not in self.parameters]
-        if len(named) == 1 and unknown:
+        if len(named) == 1 and named.keys().isdisjoint(self.parameters):
             (value,) = named.values()
             return value
-        if unknown and not self.takes_any:
-            remedy = f"Remove these entries from the batch, or {USE_A_HOOK}."
-            if len(self.parameters) == 1 and len(unknown) == len(named):
-                remedy = (
-                    "If this parameter takes the whole batch, pass pairs `(OneArgument(batch), "
-                    'batch["labels"])` to a fit, and `OneArgument(batch)` to a prediction.'
-                )
-            raise ValueError(
-                f"The batch has the entries {unknown}, which are not parameters of the model's "
-                f"forward pass. Its parameters are {list(self.parameters)}. {remedy}"
-            )
+        self.check_names(named)
         return named
+
+    def check_names(self, named: dict[str, Any]) -> None:
+        """Require that the forward pass accepts an argument of the name of each entry."""
+        unknown = [key for key in named if not self.takes(key)]
+        if not unknown:
+            return
+        remedy = f"Remove these entries from the batch, or {USE_A_HOOK}."
+        if len(self.parameters) == 1 and len(unknown) == len(named):
+            remedy = (
+                "If this parameter takes all entries as one mapping, pass pairs "
+                "`(OneArgument(inputs), targets)` to a fit, and `OneArgument(inputs)` to a "
+                "prediction."
+            )
+        raise ValueError(
+            f"The batch has the entries {unknown}, which are not parameters of the model's "
+            f"forward pass. Its parameters are {list(self.parameters)}. {remedy}"
+        )
