@@ -216,8 +216,12 @@ def test_subsets_of_parameters(params, names):
 def test_data_in_the_place_of_the_parameters_is_refused(unchecked):
     model = build("mlp")
     data = batches(inputs(3), LABELS, 3)
-    with pytest.raises(TypeError, match=r"got data \(list\).*pass \(model, loss, data, params\)"):
-        GGN(model, nn.CrossEntropyLoss(), list(model.parameters()), data)
+    named = [({"x": x}, y) for x, y in data]  # A dict is not hashable, unlike a tensor.
+    for wrong in (data, named):
+        with pytest.raises(
+            TypeError, match=r"got data \(list\).*pass \(model, loss, data, params\)"
+        ):
+            GGN(model, nn.CrossEntropyLoss(), list(model.parameters()), wrong)
 
 
 def test_parameters_by_name():

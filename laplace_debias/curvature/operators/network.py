@@ -61,7 +61,7 @@ class Network:
                 "options=StateDictOptions(full_state_dict=True)). Then, on each process, "
                 "build the model without fully_shard and load this state dict."
             )
-        if isinstance(params, (list, tuple)):
+        if isinstance(params, (list, tuple)) and all(isinstance(name, str) for name in params):
             params = plain_names(model, params)
         example = None
         if data is not None and params == LAST_LAYER:
