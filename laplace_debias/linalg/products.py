@@ -21,6 +21,7 @@ class Products:
         self,
         A: LinearOperator,
         *,
+        name: str | None = None,
         progress: bool = False,
         total: int | None = None,
         label: str = "products",
@@ -32,6 +33,8 @@ class Products:
             )
         self.operator = A
         self.count = 0
+        # The name of the user's operator, from which A may be built, for error messages.
+        self._name = name or type(A).__name__
         self._chunk = max(1, _CHUNK_ELEMENTS // max(A.shape))
         self._bar = tqdm(total=total, desc=label, unit="product", disable=not progress)
 
@@ -58,9 +61,7 @@ class Products:
             product = operator @ columns
             if not product.isfinite().all():
                 first = int((~product.isfinite()).any(dim=0).nonzero()[0])
-                raise not_finite_error(
-                    f"product {self.count + first + 1} with {type(operator).__name__}"
-                )
+                raise not_finite_error(f"product {self.count + first + 1} with {self._name}")
             self.count += columns.shape[1]
             self._bar.update(columns.shape[1])
             products.append(product)

@@ -81,6 +81,13 @@ def test_products_that_are_not_finite_are_named(name):
         FUNCTIONS[name](A, generator=generator())
 
 
+def test_spectral_norm_names_the_operator_whose_products_are_not_finite():
+    # The operator is not symmetric, so the products are those of A Aᵀ.
+    A = Failing(torch.ones(60, 70, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"product \d+ with Failing contains NaN or Inf"):
+        spectral_norm(A, generator=generator())
+
+
 @pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - {"frobenius_norm", "spectral_norm"}))
 def test_operators_that_are_not_square_are_refused(name):
     A = Matrix(torch.ones(60, 50, dtype=torch.float64))

@@ -162,7 +162,8 @@ def spectral_norm(
         scale = 2.0 ** math.frexp(float(column_norms(image)))[1]
         gram = _ScaledGram(A if A.shape[0] < A.shape[1] else A.T, scale)
     size = gram.shape[0]
-    with Products(gram, progress=progress, label="spectral norm") as products:
+    name = type(A).__name__
+    with Products(gram, name=name, progress=progress, label="spectral norm") as products:
         num_vectors = capacity(size, 1, A.dtype.itemsize)
         basis = KrylovBasis(gram, products, size=size, capacity=num_vectors, generator=generator)
         result = search(
