@@ -28,13 +28,16 @@ Operator = TypeVar("Operator", bound="LinearOperator")
 Parameters = Mapping[str, Tensor] | Sequence[Tensor]
 
 ADVICE = {
+    "adjoint": "A.T",
     "bmm": "A @ matrix, or laplace_debias.linalg.inverse(A) @ matrix",
     "cpu": 'A.to("cpu")',
     "cuda": 'A.to("cuda")',
+    "det": "laplace_debias.linalg.logdet(A).value.exp()",
     "diag": "laplace_debias.linalg.diagonal(A).value",
     "diagonal": "laplace_debias.linalg.diagonal(A).value",
     "double": "A.to(torch.float64)",
     "float": "A.to(torch.float32)",
+    "frobenius_norm": "laplace_debias.linalg.frobenius_norm(A).value",
     "inv": "laplace_debias.linalg.inverse(A)",
     "inverse": "laplace_debias.linalg.inverse(A)",
     "logdet": "laplace_debias.linalg.logdet(A).value",

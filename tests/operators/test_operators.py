@@ -179,6 +179,8 @@ class TestOperators(OperatorConformance):
 
 def test_a_name_of_another_library_is_explained():
     A = Dense(torch.eye(3, dtype=torch.float64))
+    of_curvlinops = {"adjoint", "det", "frobenius_norm", "inverse", "logdet", "trace"}
+    assert of_curvlinops <= ADVICE.keys()
     for name, advice in ADVICE.items():
         with pytest.raises(AttributeError) as caught:
             getattr(A, name)
