@@ -49,12 +49,23 @@ def likelihood_from_settings(settings: SourceSettings) -> Likelihood | None:
 def likelihood_of_array(targets: np.ndarray) -> Likelihood:
     """Infer the likelihood of targets from their type and shape.
 
-    Integers `[N]` are classes, integers `[N, K]` are labels, and floating-point numbers are the
-    targets of a regression.
+    Integers `[N]` are classes, zeros and ones `[N, K]` are labels, and floating-point numbers are
+    the targets of a regression.
+
+    Raises:
+        ValueError: If the targets are other integers.
     """
     if targets.dtype.kind == "f":
         return Gaussian()
-    return Categorical() if targets.ndim == 1 else MultiLabel()
+    if targets.ndim == 1 and not (targets.dtype.kind == "i" and (targets < 0).any()):
+        return Categorical()
+    if targets.ndim > 1 and np.isin(targets, (0, 1)).all():
+        return MultiLabel()
+    raise ValueError(
+        f"The targets are integers of shape {list(targets.shape)} from {targets.min()} to "
+        f"{targets.max()}, so the task cannot be inferred. Pass --task=regression or "
+        "--task=poisson (counts). Class numbers are 0, 1, 2, … and have the shape [N]."
+    )
 
 
 def likelihood_of_batch(targets: Tensor, outputs: Tensor | None) -> Likelihood:

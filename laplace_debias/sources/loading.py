@@ -195,10 +195,16 @@ def _likelihood(
         return Bernoulli()
     expected = likelihood.num_outputs(num_targets)
     if expected is not None and outputs.ndim == 2 and num_outputs != expected:
+        advice = ""
+        if is_classification and num_outputs == 1:
+            advice = (
+                " If the targets are numbers, counts or ordered classes, pass --task=regression, "
+                "--task=poisson or --task=ordinal."
+            )
         raise ValueError(
             f"The network has {num_outputs} outputs, but the data has {expected} "
             f"{likelihood.outputs_meaning}. Use the network that was trained on this data, or "
-            "create it with this number of outputs (--model_args.KEY=VALUE)."
+            f"create it with this number of outputs (--model_args.KEY=VALUE).{advice}"
         )
     return likelihood
 

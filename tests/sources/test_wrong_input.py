@@ -58,6 +58,7 @@ WRONG = {
     "asks": (["--model=nets:asks", "--data=d.npz"], "missing 1 required positional argument"),
     "arguments": ([*ROWS, "--model_args.outptus=3"], "unexpected keyword argument 'outptus'"),
     "classes": ([*ROWS, "--model_args.outputs=5"], "has 5 outputs, but the data has 3 classes"),
+    "one output": ([*ROWS, "--model_args.outputs=1"], "--task=poisson or --task=ordinal."),
     "inputs": ([*ROWS, "--model_args.inputs=5"], "does not accept inputs of shape [2, 4]"),
     "timm": (
         ["--timm=resnet18x", "--data=images", "--checkpoint=text.pt"],
@@ -159,7 +160,14 @@ ARCHIVES = {
         user_files.arrays() | {"x_test": np.zeros((9, 5))},
         "The inputs of x_test in bad.npz have shape [5]",
     ),
-    "negative": (user_files.arrays() | {"y_train": np.arange(30) - 1}, "pass class numbers 0, 1"),
+    "negative": (
+        user_files.arrays() | {"y_train": np.arange(30) - 1},
+        "integers of shape [30] from -1 to 28, so the task cannot be inferred. Pass --task=",
+    ),
+    "counts": (
+        user_files.arrays() | {"y_train": np.arange(60).reshape(30, 2)},
+        "integers of shape [30, 2] from 0 to 59, so the task cannot be inferred. Pass --task=",
+    ),
     "empty": (
         user_files.arrays() | {"x_test": np.zeros((0, 4)), "y_test": np.zeros(0, int)},
         "at least one",
