@@ -461,6 +461,8 @@ def _in_words(row: MetricValue, text: Callable[[float], str]) -> tuple[str, str]
 
 def _confidence(gap: MetricValue) -> str:
     amount, interval = _in_words(gap, points)
+    if math.isinf(gap.lower):
+        return "not significantly over- or under-confident"
     if abs(gap.value) < 5e-4 or not gap.sign():
         return f"not significantly over- or under-confident (95 % interval {interval} points)"
     direction = "over" if gap.sign() > 0 else "under"

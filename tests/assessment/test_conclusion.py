@@ -173,6 +173,13 @@ def test_a_calibrated_network_is_left_as_it_is():
     assert "No significant difference from the network was found for “Temperature”." in sentences[2]
 
 
+def test_a_single_example_has_no_interval():
+    logits, labels = exact(n=1)
+    sentence = verdict({("network", "test"): table_of(logits, labels)}, training=trained())[0]
+    assert "It is not significantly over- or under-confident, and has" in sentence
+    assert "interval" not in sentence
+
+
 def test_classes_in_another_order_are_named_first():
     logits, labels = exact()
     wrong = (labels + 3) % CLASSES
