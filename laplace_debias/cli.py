@@ -131,6 +131,11 @@ def _message(error: BaseException) -> str:
             "or of shared memory (in a container: /dev/shm, docker run --shm-size=8g), or it "
             "crashed. Use fewer --workers or smaller batches. To see a crash, use --workers=0."
         )
+    if isinstance(error, BrokenPipeError):
+        return (
+            "The program that reads the output, such as head or less, ended before the command. "
+            "Run the command again, and write its output to a file."
+        )
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         if error.name.partition(".")[0] in _EXTRAS:
             return f"This command needs {error.name}, which is not installed. Run {_HINT}."

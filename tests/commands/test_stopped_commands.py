@@ -68,6 +68,20 @@ def test_ctrl_c_before_the_command_runs(monkeypatch, capsys):
     assert "had not started. Run the same command again" in capsys.readouterr().err
 
 
+def test_a_reader_of_the_output_that_ends_early_is_named(folder):
+    """With `head -c 0`, for example, a command cannot print any more."""
+    program = "import sys; from laplace_debias.cli import main; sys.exit(main(['--help']))"
+    command = [sys.executable, "-u", "-c", program]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.close()
+        error = process.stderr.read()
+    assert process.returncode == 2
+    assert error.startswith("laplace-debias: error: The program that reads the output")
+    assert error.count("\n") == 1
+
+
 def stopped(arguments, folder, monkeypatch, capsys):
     """Run a command to its end, and again with Ctrl-C at its second batch.
 
