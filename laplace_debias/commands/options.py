@@ -269,10 +269,15 @@ class CommandLine(Generic[Settings]):
     def _values_of_file(self, path: Path) -> dict[str, Any]:
         """Return the values from a settings file, keyed by field."""
         if not path.is_file():
-            raise FileNotFoundError(
-                f"The file of --config, {path}, does not exist. Check the path."
-            )
-        content = parsed_yaml(path.read_text(encoding="utf-8"), str(path))
+            state = "is not a file" if path.exists() else "does not exist"
+            raise FileNotFoundError(f"The file of --config, {path}, {state}. Check the path.")
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path} is not a text file in UTF-8. Save it with this encoding."
+            ) from error
+        content = parsed_yaml(text, str(path))
         if not isinstance(content, Mapping):
             raise ValueError(
                 f"{path} must contain options, but contains {str(content)[:60]!r}. Write "

@@ -57,6 +57,19 @@ def test_bad_config_ends_with_one_line_that_names_it(text, named, capsys, tmp_pa
     assert named in error
 
 
+def test_a_config_that_is_no_text_in_utf_8_is_named(capsys, tmp_path):
+    (tmp_path / "wide.yaml").write_text("batch_size: 7", encoding="utf-16")
+    assert main([*FIT, f"--config={tmp_path / 'wide.yaml'}"]) == 2
+    assert "wide.yaml is not a text file in UTF-8. Save it with" in capsys.readouterr().err
+    assert main([*FIT, f"--config={tmp_path}"]) == 2
+    assert f"{tmp_path}, is not a file. Check the path." in capsys.readouterr().err
+
+
+def test_a_config_may_begin_with_a_byte_order_mark(capsys, tmp_path):
+    (tmp_path / "marked.yaml").write_text("batch_size: 7", encoding="utf-8-sig")
+    assert "batch_size: 7" in printed_config([*FIT, f"--config={tmp_path / 'marked.yaml'}"], capsys)
+
+
 def printed_config(arguments, capsys) -> str:
     assert main([*arguments, "--print_config"]) == 0
     return capsys.readouterr().out
