@@ -106,7 +106,9 @@ class RunFolder:
         """
         if not self._record.is_file():
             state = "does not exist"
-            if self.path.is_dir():
+            if self.path.is_file():
+                state = "is a file, not a run folder"
+            elif self.path.is_dir():
                 state = "is not a run folder, because it has no run.json"
             raise FileNotFoundError(
                 f"{self.path} {state}. Pass a folder that `laplace-debias report --output` wrote."

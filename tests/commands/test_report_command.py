@@ -125,6 +125,9 @@ def test_what_cannot_be_is_told_in_one_line(folder, options, message, capsys):
 def test_a_page_of_no_run_cannot_be_drawn(folder, capsys):
     assert main(["report", "--from=nowhere"]) == 2
     assert "The path nowhere of --from does not exist" in capsys.readouterr().err
+    (folder / "report.html").touch()
+    assert main(["report", "--from=report.html"]) == 2
+    assert "report.html is a file, not a run folder. Pass a folder" in capsys.readouterr().err
 
 
 def test_saved_posteriors_are_evaluated_and_nothing_is_written(folder, capsys):
