@@ -221,6 +221,7 @@ def test_a_regression_has_intervals_and_residuals(run_of_rows, tmp_path):
     assert {"coverage", "residuals", "sweep-laplace"} <= names
     assert not any(name.startswith(("reliability", "risk")) for name in names)
     assert " ± " in text
+    assert "the class" not in text
 
 
 def test_a_method_that_predicts_some_examples_says_so(run_of_images, tmp_path):

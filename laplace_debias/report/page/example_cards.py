@@ -20,8 +20,8 @@ _LEAST = 0.005
 _GROUPS = {
     "most_uncertain": (
         "Most uncertain",
-        "The examples with the least certain predictions of “{method}”. If you cannot tell the "
-        "class either, the uncertainty is justified.",
+        "The examples with the least certain predictions of “{method}”. If you are "
+        "unsure about them, too, the uncertainty is justified.",
     ),
     "most_confidently_wrong": (
         "Most confidently wrong",
