@@ -181,6 +181,22 @@ def test_changes_are_found_in_half_precision_and_in_every_memory_format(convert,
         la.predict(x)
 
 
+def test_a_change_is_found_after_a_conversion_to_half_precision_that_rounds_nothing():
+    model = network()
+    x = torch.randn(6, 4)
+    with torch.no_grad():
+        for parameter in model[3].parameters():
+            parameter.copy_(parameter.bfloat16())
+    la = Laplace(model, params="last_layer").fit_batches([(x, torch.arange(6) % 3)])
+    la.predict(x)
+    model[3].bfloat16()
+    for _ in range(2):
+        la.predict(x)
+    model[3].weight.data.mul_(2)
+    with pytest.raises(RuntimeError, match="changed since the fit"):
+        la.predict(x)
+
+
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_watches_its_own_model(make_copy):
     model = network()

@@ -1,7 +1,6 @@
 """Detection of changes in a model since a fit; most of the model is read only once."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,42 +11,21 @@ from laplace_debias.curvature.network.module_snapshot import ModuleSnapshot
 from laplace_debias.curvature.network.quantised import plain_parts
 
 
-@dataclass(frozen=True, eq=False)
-class _UnchangedModel:
-    """A model that was found unchanged.
-
-    Attributes:
-        modules: The modules.
-        mean: The posterior's mean.
-        parameters: The Bayesian parameters, each with the matching part of the mean.
-        others: The other tensors.
-        frozen: The other tensors as they were when they were read.
-    """
-
-    modules: ModuleSnapshot
-    mean: Tensor
-    parameters: list[tuple[Tensor, Tensor]]
-    others: list[Tensor]
-    frozen: FrozenTensors
-
-    def is_current(self, model: nn.Module) -> bool:
-        """Whether the model is still the same."""
-        # The places of all tensors need no further check, because the snapshot compares them.
-        if not self.modules.is_current(model) or not self.frozen.are_unchanged(self.others):
-            return False
-        return all(parameter.equal(values) for parameter, values in self.parameters)
-
-
 class ChangeDetector:
     """A detector of changes in a model's state since a fit.
 
     The first comparison reads the whole model. Later comparisons read the Bayesian parameters, and
     a sample of each other tensor. A copied or unpickled detector starts from the beginning.
+
+    Args:
+        modules: A snapshot of the modules at the fit, if there is one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules: ModuleSnapshot | None = None) -> None:
+        self._modules = modules
         self._frozen: FrozenTensors | None = None
-        self._unchanged: _UnchangedModel | None = None
+        self._mean: Tensor | None = None
+        self._parameters: list[tuple[Tensor, Tensor]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChangeDetector, ()
@@ -62,10 +40,15 @@ class ChangeDetector:
         Returns:
             The snapshot, or None if the model has changed or nothing is remembered.
         """
-        unchanged = self._unchanged
-        if unchanged is None or unchanged.mean is not mean or not unchanged.is_current(model):
+        modules, frozen = self._modules, self._frozen
+        if self._mean is not mean or frozen is None or modules is None:
             return None
-        return unchanged.modules
+        # The snapshot compares the places of all tensors, so only their entries may have changed.
+        if not modules.is_current(model) or not frozen.are_unchanged():
+            return None
+        if not all(parameter.equal(part) for parameter, part in self._parameters):
+            return None
+        return modules
 
     def changed_tensor(
         self, model: nn.Module, names: Collection[str], sums: Mapping[str, int]
@@ -95,37 +78,28 @@ class ChangeDetector:
         return None
 
     def remember(
-        self, model: nn.Module, names: Collection[str], mean: Tensor
+        self, model: nn.Module, parameters: Sequence[Tensor], mean: Tensor
     ) -> ModuleSnapshot | None:
         """Remember that a model was found unchanged.
 
         Args:
             model: The model, whose tensors `changed_tensor` has compared.
-            names: The Bayesian parameters, whose values are the posterior's mean.
+            parameters: The Bayesian parameters, whose values are the posterior's mean.
             mean: The posterior's mean.
 
         Returns:
-            A snapshot of the model's modules, or None if their changes cannot be detected.
+            A snapshot of the model's modules, or None if their changes cannot be detected. It is
+            the same object as long as the modules do not change.
         """
-        modules = ModuleSnapshot.of(model)
-        if modules is None:
-            return None
-        assert self._frozen is not None
-        values = [model.get_parameter(name).detach() for name in names]
-        if any(parameter.dtype != mean.dtype for parameter in values):
-            # In half precision, the parameters have to be converted before they are compared.
-            return modules
-        parts = mean.split([parameter.numel() for parameter in values])
-        parameters = [
-            (parameter, part.view(parameter.shape))
-            for parameter, part in zip(values, parts, strict=True)
-        ]
-        others = [tensor for name, tensor in state_tensors(model) if name not in names]
-        self._unchanged = _UnchangedModel(
-            modules=modules,
-            mean=mean,
-            parameters=parameters,
-            others=others,
-            frozen=self._frozen,
-        )
-        return modules
+        self._mean = None
+        # In half precision, the parameters have to be converted before they are compared.
+        if all(parameter.dtype == mean.dtype for parameter in parameters):
+            parts = mean.split([parameter.numel() for parameter in parameters])
+            self._parameters = [
+                (parameter.detach(), part.view(parameter.shape))
+                for parameter, part in zip(parameters, parts, strict=True)
+            ]
+            self._mean = mean
+        if self._modules is None or not self._modules.is_current(model):
+            self._modules = ModuleSnapshot.of(model)
+        return self._modules

@@ -21,10 +21,7 @@ def place(tensor: Tensor) -> tuple[Any, ...]:
 
 def versions(tensors: Sequence[Tensor]) -> list[int | None]:
     """Return torch's count of each tensor's changes, or None for a tensor from inference mode."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class FrozenTensors:
@@ -39,6 +36,7 @@ class FrozenTensors:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
         self._places = list(map(place, tensors))
         self._versions = versions(tensors)
         # The entries of all tensors are compared at once, which is faster on a GPU. They are views,
@@ -51,11 +49,13 @@ class FrozenTensors:
 
     def are_current(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the given tensors are in the same places as these, and have not changed."""
-        return list(map(place, tensors)) == self._places and self.are_unchanged(tensors)
+        # A new parameter around the same storage counts its changes separately.
+        is_same = list(map(place, tensors)) == self._places and versions(tensors) == self._versions
+        return is_same and self.are_unchanged()
 
-    def are_unchanged(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the given tensors, which must be in the same places, have not changed."""
-        if versions(tensors) != self._versions:
+    def are_unchanged(self) -> bool:
+        """Whether nothing has been written to these tensors."""
+        if versions(self._tensors) != self._versions:
             return False
         return all(torch.cat(views).equal(values) for views, values in self._samples)
 

@@ -162,7 +162,7 @@ def prediction_context(
             network = model.network() if prepared is None else prepared.tap.network
             checked: AbstractContextManager[None] = nullcontext()
             if prepared is None or prepared.is_new:
-                checked = cache.first_use(model.spec, model.parameters, network, x)
+                checked = cache.first_use(model.spec, model.parameters, snapshot, network, x)
             try:
                 with checked:
                     context = PredictionContext(network, x, prepared=prepared)

@@ -16,7 +16,7 @@ from laplace_debias.curvature.network.precision import wide
 from laplace_debias.curvature.network.unwrapping import without_outer_wrappers
 from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
-from laplace_debias.laplace.state.prediction_cache import PredictionCache, snapshot_of_modules
+from laplace_debias.laplace.state.prediction_cache import PredictionCache
 from laplace_debias.system.checks import check_no_autocast
 
 
@@ -30,7 +30,7 @@ class FittedModel:
         frozen_fingerprint: A checksum for each tensor of the model that is not Bayesian.
         adapters: The state of each module that has PEFT adapters.
         prediction_cache: Working copies of the model that are kept between predictions.
-        change_detector: Detects changes of the tensors that are not Bayesian.
+        change_detector: Detects changes of the model.
     """
 
     spec: ModelSpec
@@ -38,7 +38,7 @@ class FittedModel:
     frozen_fingerprint: dict[str, int]
     adapters: dict[str, AdapterState]
     prediction_cache: PredictionCache = field(repr=False)
-    change_detector: ChangeDetector = field(default_factory=ChangeDetector, repr=False)
+    change_detector: ChangeDetector = field(repr=False)
 
     @classmethod
     def record(
@@ -53,13 +53,15 @@ class FittedModel:
                 state.
         """
         plain = spec.plain_model
-        verified = snapshot_of_modules(spec) if is_verified else None
+        is_plain = plain is without_outer_wrappers(spec.model)
+        modules = ModuleSnapshot.of(plain) if is_verified and is_plain else None
         return cls(
             spec=spec,
             parameters=parameters,
             frozen_fingerprint=fingerprint(plain, parameters.names),
             adapters=adapter_states(plain),
-            prediction_cache=PredictionCache(verified),
+            prediction_cache=PredictionCache(modules),
+            change_detector=ChangeDetector(modules),
         )
 
     def network(self) -> nn.Module:
@@ -76,7 +78,8 @@ class FittedModel:
             mean: The Bayesian parameters at the fit.
 
         Returns:
-            A snapshot of the current modules, or None if a snapshot could miss changes.
+            A snapshot of the current modules, or None if a snapshot could miss changes. It is the
+            same object as long as the modules do not change.
 
         Raises:
             RuntimeError: If the model has moved or changed, if different adapters are active, or
@@ -90,7 +93,8 @@ class FittedModel:
         plain = self.spec.plain_model
         names = self.parameters.names
         _check_same_adapters(self.adapters, adapter_states(plain))
-        _check_same_values([_parameter(plain, name) for name in names], mean)
+        parameters = [_parameter(plain, name) for name in names]
+        _check_same_values(parameters, mean)
         changed = self.change_detector.changed_tensor(plain, names, self.frozen_fingerprint)
         if changed is not None:
             raise RuntimeError(
@@ -99,7 +103,7 @@ class FittedModel:
             )
         if plain is not model:
             return None
-        return self.change_detector.remember(plain, names, mean)
+        return self.change_detector.remember(plain, parameters, mean)
 
 
 def _check_same_adapters(

@@ -16,7 +16,6 @@ from laplace_debias.curvature.network.module_snapshot import ModuleSnapshot
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.network.precision import NARROW
 from laplace_debias.curvature.network.shared_copy import are_constant, refuse_calls
-from laplace_debias.curvature.network.unwrapping import without_outer_wrappers
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
@@ -38,6 +37,7 @@ class PreparedModel:
 
     Attributes:
         tap: The tap, which records the activations and gradients of the copy's layers.
+        snapshot: A snapshot of the user's modules that were copied; None if it could miss changes.
         sizes: The chunk sizes of earlier inputs, keyed by all values that determine the chunk size.
         is_new: Whether no prediction has used the copy yet.
     """
@@ -45,7 +45,7 @@ class PreparedModel:
     def __init__(
         self, spec: ModelSpec, parameters: ParameterBlocks, snapshot: ModuleSnapshot | None
     ) -> None:
-        self._model_snapshot = snapshot
+        self.snapshot = snapshot
         self.tap = Tap(spec.network(parameters.names), parameters.blocks)
         is_narrow = any(parameter.dtype in NARROW for parameter in spec.plain_model.parameters())
         self._copy_snapshot: ModuleSnapshot | None = None
@@ -62,16 +62,6 @@ class PreparedModel:
         self._posterior_tensors: list[Tensor] = []
         self._ids_and_versions: list[int | None] = []
 
-    def is_current(self, model: nn.Module, snapshot: ModuleSnapshot | None) -> bool:
-        """Whether the user's modules have not changed since they were copied.
-
-        Args:
-            model: The model.
-            snapshot: A snapshot of the current modules of the model, if there is one.
-        """
-        assert self._model_snapshot is not None
-        return self._model_snapshot is snapshot or self._model_snapshot.is_current(model)
-
     @property
     def is_reusable(self) -> bool:
         """Whether changes to the copy can be detected, and no forward pass has changed it."""
@@ -81,11 +71,11 @@ class PreparedModel:
 
     def refresh_buffers(self) -> None:
         """Restore the buffers, which forward passes may overwrite, from the user's buffers."""
-        assert self._model_snapshot is not None
+        assert self.snapshot is not None
         assert self._copy_snapshot is not None
         if self._copy_snapshot.buffers:
             with torch.no_grad():
-                torch._foreach_copy_(self._copy_snapshot.buffers, self._model_snapshot.buffers)
+                torch._foreach_copy_(self._copy_snapshot.buffers, self.snapshot.buffers)
 
     def compute_once(
         self, posterior: GaussianPosterior, key: Hashable, compute: Callable[[], Value]
@@ -151,8 +141,8 @@ class PredictionCache:
     empty.
 
     Args:
-        verified: A snapshot of the modules with which the blocks were verified; None if it is not
-            known.
+        verified: A snapshot of the modules with which the blocks were verified; None if the blocks
+            are not verified again.
 
     Attributes:
         default_links: The default links of a softmax likelihood, keyed by the numbers of dimensions
@@ -178,7 +168,7 @@ class PredictionCache:
             parameters: The Bayesian parameters and their blocks.
             snapshot: A snapshot of the model's current modules, if there is one.
         """
-        prepared = self._take_current(spec, snapshot)
+        prepared = self._take_current(snapshot)
         if prepared is None:
             prepared = PreparedModel(spec, parameters, snapshot)
         else:
@@ -193,7 +183,12 @@ class PredictionCache:
 
     @contextmanager
     def first_use(
-        self, spec: ModelSpec, parameters: ParameterBlocks, network: nn.Module, x: Inputs
+        self,
+        spec: ModelSpec,
+        parameters: ParameterBlocks,
+        snapshot: ModuleSnapshot | None,
+        network: nn.Module,
+        x: Inputs,
     ) -> Iterator[None]:
         """Check a new working copy while it is used for the first time.
 
@@ -203,6 +198,7 @@ class PredictionCache:
         Args:
             spec: The model.
             parameters: The Bayesian parameters and their blocks.
+            snapshot: A snapshot of the model's current modules, if there is one.
             network: The copy.
             x: The inputs of the prediction.
 
@@ -212,9 +208,7 @@ class PredictionCache:
                 the fit.
         """
         with refuse_calls(spec.plain_model, parameters.names, network):
-            verified = self._verified
-            model = without_outer_wrappers(spec.model)
-            if verified is not None and not verified.is_current(model):
+            if self._verified is not None and self._verified is not snapshot:
                 other = spec.network(parameters.names)
                 differing = differing_blocks(other, parameters.blocks, parameters.names, x)
                 if differing:
@@ -224,19 +218,17 @@ class PredictionCache:
                         "another forward pass of the layer or a second use of its weights, so the "
                         "posterior is no longer valid. Undo the change, or fit again."
                     )
-                self._verified = snapshot_of_modules(spec)
+                self._verified = snapshot
             yield
 
-    def _take_current(
-        self, spec: ModelSpec, snapshot: ModuleSnapshot | None
-    ) -> PreparedModel | None:
+    def _take_current(self, snapshot: ModuleSnapshot | None) -> PreparedModel | None:
         """Take an idle, up-to-date copy of the model, and drop copies that are out of date."""
         while True:
             try:
                 prepared = self._idle.pop()
             except IndexError:
                 return None
-            if prepared.is_current(without_outer_wrappers(spec.model), snapshot):
+            if prepared.snapshot is snapshot:
                 prepared.refresh_buffers()
                 return prepared
 
@@ -247,9 +239,3 @@ def _tensors(posterior: GaussianPosterior) -> list[Tensor]:
     for block in posterior.curvature.blocks.values():
         tensors += [value for value in vars(block).values() if isinstance(value, Tensor)]
     return tensors
-
-
-def snapshot_of_modules(spec: ModelSpec) -> ModuleSnapshot | None:
-    """Take a snapshot of a model's modules, or return None if changes cannot be detected."""
-    model = without_outer_wrappers(spec.model)
-    return ModuleSnapshot.of(model) if spec.plain_model is model else None
