@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -103,40 +103,22 @@ RecordedCalls = dict[tuple[str, int], ModuleCall]
 CallForms = dict[tuple[str, int], list[CallForm]]
 
 
-@dataclass(frozen=True, eq=False)
-class _RunningPass:
-    """A forward pass whose calls are recorded.
-
-    Attributes:
-        batch: The number of examples.
-        calls: The calls so far, in order.
-        unfinished: The keys of the calls that have begun but not ended, the innermost last.
-        num_calls: The number of calls so far, by the module's path.
-    """
-
-    batch: int
-    calls: RecordedCalls = field(default_factory=dict)
-    unfinished: list[tuple[str, int]] = field(default_factory=list)
-    num_calls: Counter[str] = field(default_factory=Counter)
-
-
 class CallRecorder:
     """A recorder of the calls of selected modules.
 
     Attributes:
         paths: The modules' paths.
-        loops: Paths of modules that `vmap` cannot run, or would run in a loop, such as recurrent
-            layers.
     """
 
     def __init__(self, network: nn.Module, paths: Sequence[str]) -> None:
         self.paths = paths
         self._network = network
-        self.loops: set[str] = set()
+        # Paths of modules that `vmap` cannot run, or would run in a loop.
+        self._loops: set[str] = set()
         for path in paths:
             inner_modules = network.get_submodule(path).modules()
             if any(layer_rule(inner).is_recurrent for inner in inner_modules):
-                self.loops.add(path)
+                self._loops.add(path)
         self._forms: CallForms = {}
 
     def hook(self, batch: int) -> tuple[list[RemovableHandle], RecordedCalls]:
@@ -147,53 +129,57 @@ class CallRecorder:
             the forward pass fills in.
         """
         handles = []
-        forward_pass = _RunningPass(batch)
-        end = partial(self._end, forward_pass)
+        calls: RecordedCalls = {}
+        num_calls: Counter[str] = Counter()
+        # The keys of the calls that have begun but not ended, the innermost last.
+        unfinished: list[tuple[str, int]] = []
+
+        def begin(
+            path: str, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+        ) -> None:
+            leaves, structure = pytree.tree_flatten((args, named))
+            # The arguments are copied because the call may overwrite them.
+            copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+            key = path, num_calls[path]
+            num_calls[path] += 1
+            unfinished.append(key)
+            calls[key] = ModuleCall(path, module, copies, structure, self._loops)
+
+        def end(_: nn.Module, __: Any, ___: Any, output: Any) -> Any:
+            # Inner calls end before outer calls, so the call that ends is the last unfinished one.
+            key = unfinished.pop()
+            return self._record_outputs(calls[key], self._forms.get(key, ()), output, batch)
+
         for path in filter(None, self.paths):
             module = self._network.get_submodule(path)
-            begin = partial(self._begin, forward_pass, path)
-            handles.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(end, prepend=True, with_kwargs=True))
-        return handles, forward_pass.calls
+            handles += [
+                module.register_forward_pre_hook(
+                    partial(begin, path), prepend=True, with_kwargs=True
+                ),
+                module.register_forward_hook(end, prepend=True, with_kwargs=True),
+            ]
+        return handles, calls
 
-    def _begin(
-        self,
-        forward_pass: _RunningPass,
-        path: str,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        named: dict[str, Any],
-    ) -> None:
-        """Record the arguments of a call that begins."""
-        leaves, structure = pytree.tree_flatten((args, named))
-        # The arguments are copied because the call may overwrite them.
-        copies = [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
-        key = path, forward_pass.num_calls[path]
-        forward_pass.unfinished.append(key)
-        forward_pass.calls[key] = ModuleCall(path, module, copies, structure)
-        forward_pass.num_calls[path] += 1
-
-    def _end(self, forward_pass: _RunningPass, _: nn.Module, __: Any, ___: Any, output: Any) -> Any:
+    def _record_outputs(
+        self, call: ModuleCall, forms: Sequence[CallForm], output: Any, batch: int
+    ) -> Any:
         """Record the outputs of a call that ends, as leaves of a graph if they need no gradient.
 
         Returns:
             The output with which the forward pass continues.
         """
-        # Inner calls end before outer calls, so the call that ends is the last unfinished one.
-        key = forward_pass.unfinished.pop()
-        call = forward_pass.calls[key]
         leaves, structure = pytree.tree_flatten(output)
         is_output = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
         call.outputs = [
             leaf for leaf, is_tensor in zip(leaves, is_output, strict=True) if is_tensor
         ]
-        form = next((f for f in self._forms.get(key, ()) if f.fits(call, forward_pass.batch)), None)
+        form = next((form for form in forms if form.fits(call, batch)), None)
         if form is not None:
             call.dims = form.dims
             call.output_dims = form.output_dims
             for index in form.copied_outputs:
                 z = call.outputs[index]
-                call.outputs[index] = z.expand(forward_pass.batch, *z.shape[1:]).clone()
+                call.outputs[index] = z.expand(batch, *z.shape[1:]).clone()
         call.outputs = [z if z.requires_grad else z.detach().requires_grad_() for z in call.outputs]
         # The forward pass continues with copies, which it may overwrite.
         outputs = iter([z.clone() for z in call.outputs])
@@ -259,6 +245,7 @@ class CallRecorder:
                 module=self._network,
                 leaves=leaves,
                 structure=structure,
+                loops=self._loops,
                 outputs=[outputs],
                 dims=dims,
                 output_dims=[0],

@@ -35,13 +35,15 @@ class ModuleCall:
     `leaves` and `structure` are the leaves and the structure of the tree of the call's arguments:
     `(args, kwargs)`, or the inputs for the network itself, whose path is `""`. `outputs` are the
     outputs that are floating-point tensors. `dims` and `output_dims` are the dimensions of the
-    examples, or None for tensors that all examples share.
+    examples, or None for tensors that all examples share. `loops` are the paths of modules that
+    `vmap` cannot run; modules with which it fails are added.
     """
 
     path: str
     module: nn.Module
     leaves: list[Any]
     structure: Any
+    loops: set[str]
     outputs: list[Tensor] = field(default_factory=list)
     dims: Sequence[int | None] = ()
     output_dims: Sequence[int | None] = ()
@@ -69,8 +71,7 @@ class ReplayedCalls:
     """The calls that read some parameters, with the gradients at their outputs.
 
     The first dimension of the gradients indexes the columns. The gradient at an output on which
-    nothing depends is None. `loops` are paths of modules that `vmap` cannot run; modules with which
-    it fails are added.
+    nothing depends is None.
     """
 
     def __init__(
@@ -79,12 +80,10 @@ class ReplayedCalls:
         calls: Sequence[tuple[ModuleCall, Sequence[Tensor | None]]],
         names: Sequence[str],
         batch: int,
-        loops: set[str],
     ) -> None:
         self._network = network
         self._calls = calls
         self._names = list(names)
-        self._loops = loops
         self._small_rows: dict[str, Tensor] = {}
         self.num_examples = batch
         gradients = [g for _, call_gradients in calls for g in call_gradients if g is not None]
@@ -115,7 +114,7 @@ class ReplayedCalls:
             parameters = {n: self._network.get_parameter(n) for n in names}
             read = {n: inner[id(p)] for n, p in parameters.items() if id(p) in inner}
             values = {read[n]: parameters[n].detach() for n in read}
-            jacobians = self._gradients_of_call(module_call, values, gradients, examples)
+            jacobians = _gradients_of_call(module_call, values, gradients, examples)
             for name, inner_name in read.items():
                 # Rows are flattened after the first dimensions, because a parameter may be a number
                 # without dimensions.
@@ -124,40 +123,40 @@ class ReplayedCalls:
                 total[name] = total[name] + rows if name in total else rows
         return total
 
-    def _gradients_of_call(
-        self,
-        call: ModuleCall,
-        parameters: Parameters,
-        gradients: Sequence[Tensor | None],
-        examples: slice,
-    ) -> dict[str, Tensor]:
-        """Compute gradients of a call's parameters for the given examples, `[K, b, *shape]`.
 
-        Args:
-            call: The call.
-            parameters: The parameters, by their names in the called module.
-            gradients: The output gradients of all examples, `[K, *output]`; None for an output that
-                does not affect the network's outputs.
-            examples: The examples.
-        """
-        size = examples.stop - examples.start
-        cotangents = {}
-        for index, (g, dim) in enumerate(zip(gradients, call.output_dims, strict=True)):
-            if g is not None and dim is not None:
-                # Each cotangent has the shape of a single example's output.
-                selected = g.narrow(dim + 1, examples.start, size).movedim(dim + 1, 1)
-                cotangents[index] = selected.unsqueeze(dim + 2)
-        if call.path in self._loops:
-            return _gradients_one_by_one(call, parameters, cotangents, examples)
-        try:
-            return _gradients_in_one_run(call, parameters, cotangents, examples)
-        # A forward pass may raise any error under `vmap`, because of a branch on the data or an
-        # operation without a rule. The loop raises errors of the pass itself again.
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-        self._loops.add(call.path)
+def _gradients_of_call(
+    call: ModuleCall,
+    parameters: Parameters,
+    gradients: Sequence[Tensor | None],
+    examples: slice,
+) -> dict[str, Tensor]:
+    """Compute gradients of a call's parameters for the given examples, `[K, b, *shape]`.
+
+    Args:
+        call: The call.
+        parameters: The parameters, by their names in the called module.
+        gradients: The output gradients of all examples, `[K, *output]`; None for an output that
+            does not affect the network's outputs.
+        examples: The examples.
+    """
+    size = examples.stop - examples.start
+    cotangents = {}
+    for index, (g, dim) in enumerate(zip(gradients, call.output_dims, strict=True)):
+        if g is not None and dim is not None:
+            # Each cotangent has the shape of a single example's output.
+            selected = g.narrow(dim + 1, examples.start, size).movedim(dim + 1, 1)
+            cotangents[index] = selected.unsqueeze(dim + 2)
+    if call.path in call.loops:
         return _gradients_one_by_one(call, parameters, cotangents, examples)
+    try:
+        return _gradients_in_one_run(call, parameters, cotangents, examples)
+    # A forward pass may raise any error under `vmap`, because of a branch on the data or an
+    # operation without a rule. The loop raises errors of the pass itself again.
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+    call.loops.add(call.path)
+    return _gradients_one_by_one(call, parameters, cotangents, examples)
 
 
 def _gradients_in_one_run(

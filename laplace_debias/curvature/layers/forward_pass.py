@@ -92,7 +92,6 @@ class ForwardPass:
         layer_calls: The recorded calls of layers, in order.
         module_calls: The recorded calls of modules, which can be run again.
         returned_outputs: The tensor with which the forward pass continued after each layer.
-        loops: Paths of modules that `vmap` cannot run; modules with which it fails are added.
         differentiates_one_by_one: Whether columns are pushed back one at a time.
 
     Attributes:
@@ -110,7 +109,6 @@ class ForwardPass:
         layer_calls: list[LayerCall],
         module_calls: list[ModuleCall],
         returned_outputs: Mapping[str, weakref.ref[Tensor]],
-        loops: set[str],
         differentiates_one_by_one: bool,
     ) -> None:
         self.sites = sites
@@ -120,7 +118,6 @@ class ForwardPass:
         self.module_calls = module_calls
         self.faults: dict[Site, Exception] = {}
         self._returned_outputs = returned_outputs
-        self._loops = loops
         self._differentiates_one_by_one = differentiates_one_by_one
         # The outputs of the calls by their `id`, because the scale and the bias of a norm share an
         # output.
@@ -236,7 +233,7 @@ class ForwardPass:
         if not pairs:
             return None
         names = self.sites.names[site]
-        return ReplayedCalls(self.sites.network, pairs, names, self.num_examples, self._loops)
+        return ReplayedCalls(self.sites.network, pairs, names, self.num_examples)
 
     def _gradients(
         self, tensor: Tensor, targets: dict[int, LayerOutput], columns: Tensor, keep_graph: bool

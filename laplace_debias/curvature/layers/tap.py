@@ -141,12 +141,10 @@ class Tap:
                 handle.remove()
             saved_attributes.restore()
         complete_calls: list[ModuleCall] = []
-        loops: set[str] = set()
         if self._recorder is not None:
             if "" in self._recorder.paths and not outputs.requires_grad:
                 outputs = outputs.detach().requires_grad_()
             complete_calls = self._recorder.complete(module_calls, x, outputs)
-            loops = self._recorder.loops
         for layer_call in layer_calls:
             _check_wide(layer_call.layer, layer_call.z.dtype)
         forward_pass = ForwardPass(
@@ -156,7 +154,6 @@ class Tap:
             layer_calls=layer_calls,
             module_calls=complete_calls,
             returned_outputs=layer_recorder.returned_outputs,
-            loops=loops,
             differentiates_one_by_one=self.differentiates_one_by_one,
         )
         return _Recording(forward_pass, module_calls, layer_recorder.is_unclear)
