@@ -17,9 +17,7 @@ from laplace_debias.curvature.layers.backends import make_backend
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import NegativeLogLikelihood
 from laplace_debias.curvature.losses.cotangents import Cotangents
-from laplace_debias.curvature.losses.likelihoods import (
-    Likelihood,
-)
+from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.calling import call
 from laplace_debias.curvature.network.inputs import Inputs, move, take
 from laplace_debias.curvature.network.selection import LAST_LAYER
@@ -184,11 +182,10 @@ def _first_outputs(
 ) -> Tensor:
     """Compute the outputs of a few examples.
 
-    If the likelihood checks which function the network applied last, the outputs have the autograd
-    graph of the parameters with these names. A softmax is recognised by its values instead.
+    If the likelihood checks which operation the network applied last, the outputs have the autograd
+    graph of the parameters with these names.
     """
-    has_check = type(likelihood).warn_of_outputs is not Likelihood.warn_of_outputs
-    if not has_check or likelihood.activation == "softmax":
+    if not likelihood.checks_last_operation:
         with torch.no_grad(), preserve_attributes(network.modules()):
             return call(network, examples)
     parameters = {name: network.get_parameter(name).detach().requires_grad_() for name in names}

@@ -51,6 +51,8 @@ class Likelihood(ABC):
         outputs_meaning: The name of the network's outputs in messages.
         checks_shapes_only: Whether `check` uses only the shape and dtype of the outputs, so that
             outputs and targets may be on different devices.
+        checks_last_operation: Whether `warn_of_outputs` looks at the last operation of the network,
+            for which the outputs need an autograd graph.
     """
 
     name: ClassVar[str | None] = None
@@ -61,6 +63,7 @@ class Likelihood(ABC):
     variances_suffice: bool = False
     outputs_meaning: ClassVar[str] = "outputs"
     checks_shapes_only: ClassVar[bool] = False
+    checks_last_operation: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         # A subclass may calculate differently, so it has to define these attributes itself.
@@ -334,7 +337,11 @@ class Likelihood(ABC):
         return self.name or type(self).__name__
 
     def warn_of_outputs(self, network: nn.Module, outputs: Float[Tensor, "*batch outputs"]) -> None:  # noqa: B027 (most have no doubt)
-        """Warn if the likelihood needs outputs that differ from the network's outputs."""
+        """Warn if the likelihood needs outputs that differ from the network's outputs.
+
+        The outputs are those of a few examples. They have an autograd graph only if
+        `checks_last_operation` is true.
+        """
 
     def options(self) -> dict[str, Any]:
         """Return the constructor arguments as JSON data, to store in a posterior file.

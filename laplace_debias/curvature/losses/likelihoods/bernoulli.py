@@ -27,6 +27,7 @@ class _Sigmoids(Likelihood):
     """Independent Bernoulli distributions given logits; subclasses define targets and weights."""
 
     variances_suffice = True
+    checks_last_operation = True
 
     def training_loss(self) -> tuple[str, nn.Module]:
         """Return the binary cross-entropy, a mean over examples and labels."""

@@ -372,6 +372,7 @@ class HeteroscedasticGaussian(Likelihood):
     targets = "numbers"
     outputs_meaning = "means and log-variances"
     has_marginals = True
+    checks_last_operation = True
 
     def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:
         """Warn if the network returns standard deviations or variances."""

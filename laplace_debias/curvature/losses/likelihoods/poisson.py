@@ -56,6 +56,7 @@ class Poisson(Likelihood):
     outputs_meaning = "logarithms of rates"
     has_marginals = True
     variances_suffice = True
+    checks_last_operation = True
 
     def warn_of_outputs(self, network: nn.Module, outputs: Tensor) -> None:
         """Warn if the network returns rates."""
