@@ -17,6 +17,10 @@ from laplace_debias.curvature.network.outputs import check_outputs
 class ForwardPasses:
     """A network that is run only forward, batch by batch, to sum the factors A.
 
+    Without gradients, a pass does not show which examples a gate removes. The first batch is
+    therefore searched for conditional layers. If a gate removes only examples of later batches,
+    these examples count in A until a backward pass with the same context finds the layer.
+
     Args:
         context: The network and its blocks.
     """
@@ -39,8 +43,6 @@ class ForwardPasses:
         check_outputs(forward_pass.outputs)
         if self._presence is None:
             self._presence = Presence(context, forward_pass)
-            # Find the conditional layers here, because there is no backward pass that would show
-            # them.
             sites = {block.site for block in self._blocks}
             self._presence.find_conditional_layers(batch, sites)
         presence = self._presence.of_chunk(batch, tap.conditional)

@@ -50,14 +50,17 @@ class Presence:
         return ChunkPresence(self, chunk, uncalled)
 
     @cached_property
-    def has_zero_weight(self) -> bool:
-        """Whether a Bayesian weight is zero, as in an adapter that has not been trained."""
-        parameters = [
-            self._context.network.get_parameter(name)
-            for block in self._context.blocks
-            for name in block.parameters
-        ]
-        return any(parameter.ndim > 1 and not parameter.any() for parameter in parameters)
+    def has_zero_matrix(self) -> bool:
+        """Whether all entries of a Bayesian weight matrix are zero, as in an untrained adapter.
+
+        Such a matrix removes the gradients of all examples in the layers below it.
+        """
+        for block in self._context.blocks:
+            for name in block.parameters:
+                parameter = self._context.network.get_parameter(name)
+                if parameter.ndim > 1 and not parameter.any():
+                    return True
+        return False
 
     def find_positions(self, chunk: Batch, uncalled: Collection[Site]) -> PresentPositions:
         """Find the positions that take part; see `of_chunk` for the arguments."""
@@ -74,7 +77,7 @@ class ChunkPresence:
     """The positions and examples of a chunk that take part in each layer.
 
     Args:
-        presence: The search, which learns from the records of the chunk.
+        presence: The search, to which the conditional layers that this chunk shows are added.
         chunk: The examples, on the device on which the loader returned them.
         uncalled: The sites of layers that some batch did not call, besides the sites that the
             context's tap knows.
@@ -89,7 +92,11 @@ class ChunkPresence:
     def find_missing_gradients(
         self, records: Sequence[BlockRecord], gated_layers: Collection[str]
     ) -> None:
-        """If an example lacks a gradient, find the conditional layers, and the positions again.
+        """Find the conditional layers, and the positions again, if a gradient vanishes.
+
+        A gradient may vanish because of a gate, or by chance, as at a dead ReLU. A generic
+        cotangent distinguishes the two. This takes another pass, which is made only if some example
+        has no gradient in some gated layer.
 
         Args:
             records: The records of the first columns.
@@ -105,9 +112,9 @@ class ChunkPresence:
         # Most examples have a gradient in the first column, which takes less time to read.
         if _have_gradients(unclear, slice(1)) or _have_gradients(unclear, slice(None)):
             return
-        if self._presence.has_zero_weight:
-            # A weight of zero removes the gradients of all examples in the layers below it, so only
-            # layers with some gradient can show a gate.
+        if self._presence.has_zero_matrix:
+            # A layer without any gradient may be below the zero matrix. This is not a gate, and
+            # another pass would not find a gradient either.
             unclear = [record for record in unclear if _has_gradient(record)]
             if _have_gradients(unclear, slice(None)):
                 return
@@ -126,15 +133,18 @@ def _has_gradient(record: BlockRecord) -> bool:
 
 
 def _have_gradients(records: Sequence[BlockRecord], columns: slice) -> bool:
-    """Whether every example has a gradient in each of the records; the host waits once for all."""
+    """Whether every example has a gradient in each of the records, in some of the columns.
+
+    On an accelerator, the host waits once for all records.
+    """
     if not records:
         return True
     device = records[0].output_gradients[0].device
     norms = []
     for record in records:
         by_call = [
-            torch.linalg.vector_norm(g[columns], dim=(0, *range(2, g.ndim)))
-            for g in record.output_gradients
+            torch.linalg.vector_norm(gradients[columns], dim=(0, *range(2, gradients.ndim)))
+            for gradients in record.output_gradients
         ]
         norms.append(torch.stack(by_call).amax(0).to(device))
     return bool((torch.stack(norms) > 0).all())

@@ -79,6 +79,10 @@ class Auto(Scheme):
     estimate is below the tolerance or a budget is used up. The estimate covers prior precisions
     from the current value to 10⁴ times that value, so it remains valid after tuning.
 
+    The first batch decides which layers a hard gate hides from some examples, as in a mixture of
+    experts, because most examples are only passed forward. A gate that removes only examples of
+    later batches is noticed at the end of a round, from the examples that were passed backward.
+
     Attributes:
         data: Randomly ordered batches `(x, y)`, of which only as many as needed are read.
         tolerance: The relative error at which the fit stops.
