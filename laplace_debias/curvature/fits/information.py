@@ -78,11 +78,12 @@ class ExampleCounts:
 def add_earlier_factors(
     sums: FactorSums, information: Information, counts: ExampleCounts, totals: DataTotals
 ) -> DataTotals:
-    """Add the earlier factors to the factor sums of new data, in place.
+    r"""Add the earlier factors to the factor sums of new data, in place.
 
-    The results are the sums of K-FAC on all data, `Σ G` and `Σ A`. A block (or group) whose earlier
-    curvature is zero has no earlier factors, so its sums are scaled such that the mean over all
-    data is the mean over the new data times the share of the new data.
+    The results are the sums of K-FAC on all data. For the earlier curvature $G_1 \otimes A_1$ and
+    the new sums $\Sigma G_2$ and $\Sigma A_2$, they are $N_1 G_1 + s \Sigma G_2$ and
+    $M_1 A_1 + s \Sigma A_2$. Here, s is `counts.scale`, $N_1$ is the number of earlier examples,
+    and $M_1$ is the number of these examples that have a position in the layer.
 
     Args:
         sums: The factor sums of the new data.
@@ -98,23 +99,40 @@ def add_earlier_factors(
         earlier = information.curvature.blocks[block.name]
         assert isinstance(earlier, EigenKronecker)
         earlier_scales = information.factor_scales[block.name]
+        num_earlier_in_A = counts.num_earlier * earlier_scales.share_A
+        num_new_in_A = counts.scale * totals.input_weight(block)
+        all_totals.add_input_weight(block, num_earlier_in_A + num_new_in_A)
         eigenvalues_G, eigenvalues_A = factor_eigenvalues(earlier, earlier_scales.trace_A)
-        # The number of earlier examples over which the earlier A is a mean.
-        earlier_in_A = counts.num_earlier * earlier_scales.share_A
-        all_totals.add_input_weight(block, earlier_in_A + counts.scale * totals.input_weight(block))
-        scales = torch.full_like(eigenvalues_G[..., 0], counts.scale, dtype=torch.float64)
-        is_zero = earlier.magnitudes.flatten(-2).amax(-1) == 0
-        scale_to_all = all_totals.input_divisor(block) / totals.input_divisor(block)
-        scales_A = torch.where(is_zero, scale_to_all, scales)
         key_G = FactorKey(block, Side.G)
         key_A = FactorKey(block, Side.A)
         earlier_G = _rebuild_factor(key_G, counts.num_earlier * eigenvalues_G, earlier.U_G, new_G)
-        earlier_A = _rebuild_factor(key_A, earlier_in_A * eigenvalues_A, earlier.U_A, new_A)
+        earlier_A = _rebuild_factor(key_A, num_earlier_in_A * eigenvalues_A, earlier.U_A, new_A)
+        scales_G, scales_A = _scales_of_new_sums(
+            earlier, counts.scale, all_totals.input_divisor(block) / totals.input_divisor(block)
+        )
         sums[block] = (
-            earlier_G + _scale_factor(new_G, scales),
+            earlier_G + _scale_factor(new_G, scales_G),
             earlier_A + _scale_factor(new_A, scales_A),
         )
     return all_totals
+
+
+def _scales_of_new_sums(
+    earlier: EigenKronecker, scale: float, scale_to_all: float
+) -> tuple[Float[Tensor, " *groups"], Float[Tensor, " *groups"]]:
+    """Return the numbers by which the new sums of G and of A are multiplied, one per group.
+
+    A group whose earlier curvature is zero has no earlier A. Its A on all data is the mean over the
+    new data, so only G contains the share of the new data.
+
+    Args:
+        earlier: The earlier curvature.
+        scale: The factor that scales sums over the examples that were read to all new examples.
+        scale_to_all: The factor that scales the new sum of A to the examples of all data.
+    """
+    is_zero = earlier.magnitudes.flatten(-2).amax(-1) == 0
+    scales_G = torch.full_like(is_zero, scale, dtype=torch.float64)
+    return scales_G, torch.where(is_zero, scale_to_all, scales_G)
 
 
 def factor_eigenvalues(
@@ -126,13 +144,18 @@ def factor_eigenvalues(
         curvature: The Kronecker product.
         trace_A: The trace of A.
     """
+    # With thin directions, one magnitude is shared by several directions.
     counts_G = curvature.output_directions.multiplicities(curvature.magnitudes)
     counts_A = curvature.input_directions.multiplicities(curvature.magnitudes)
-    rows = curvature.magnitudes @ counts_A
-    columns = curvature.magnitudes.mT @ counts_G
+    # The partial traces of G ⊗ A are G · tr(A) and A · tr(G).
+    eigenvalues_G_times_trace_A = curvature.magnitudes @ counts_A
+    eigenvalues_A_times_trace_G = curvature.magnitudes.mT @ counts_G
     trace_A = trace_A.unsqueeze(-1)
-    trace_G = (rows @ counts_G).unsqueeze(-1) / trace_A
-    return (rows / trace_A).nan_to_num(0.0), (columns / trace_G).nan_to_num(0.0)
+    trace_G = (eigenvalues_G_times_trace_A @ counts_G).unsqueeze(-1) / trace_A
+    # If the curvature is zero, the traces may be zero, and so are the eigenvalues.
+    eigenvalues_G = (eigenvalues_G_times_trace_A / trace_A).nan_to_num(0.0)
+    eigenvalues_A = (eigenvalues_A_times_trace_G / trace_G).nan_to_num(0.0)
+    return eigenvalues_G, eigenvalues_A
 
 
 def _scale_factor(factor: Factor, scales: Float[Tensor, " *groups"]) -> Factor:
