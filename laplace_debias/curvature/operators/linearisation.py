@@ -83,7 +83,27 @@ class Lineariser:
             )
 
     def second_order(self, loss: OutputLoss, inputs: Inputs, labels: Labels) -> Linearisation:
-        """Compute the Hessian of a batch's weighted loss with respect to the parameters."""
+        """Compute the Hessian of a batch's weighted loss with respect to the parameters.
+
+        The Hessian's product with v is the derivative of the gradient in the direction v.
+        """
+        if loss.is_recordable:
+            linearisation = self._recorded_hessian(loss, inputs, labels)
+            if linearisation is not None:
+                return linearisation
+        network = self._network
+        with torch.enable_grad(), network.differentiable():
+            leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
+            outputs = network.outputs(leaves, inputs)
+            value = loss.weighted_value(outputs, labels)
+            gradient = gradients((value,), leaves, (torch.ones_like(value),), create_graph=True)
+        hessian = _with_fallback(partial(gradients, gradient, leaves))
+        return Linearisation(outputs.detach(), (hessian,), _graph_bytes(gradient, network.state))
+
+    def _recorded_hessian(
+        self, loss: OutputLoss, inputs: Inputs, labels: Labels
+    ) -> Linearisation | None:
+        """Compute the Hessian by a program; return None if it cannot be recorded."""
         network = self._network
 
         def function(points: Tensors, tangents: Tensors) -> tuple:
@@ -93,31 +113,23 @@ class Lineariser:
             # The points of the network are followed by the tensors of the labels.
             point_labels = Labels(**with_tensors(vars(labels), remaining))
 
-            def total(p: tuple[Tensor, ...]) -> Tensor:
+            def weighted_loss(p: tuple[Tensor, ...]) -> Tensor:
                 return loss.weighted_value(forward(*p), point_labels)
 
-            # Recording merges this forward pass with the forward pass of `total`, so it adds no
-            # cost.
+            # Recording merges this forward pass with the forward pass of `weighted_loss`, so it
+            # adds no cost.
             outputs = forward(*parameters)
-            return (outputs,), jvp(grad(total), (parameters,), (tuple(tangents),))[1]
+            _, product = jvp(grad(weighted_loss), (parameters,), (tuple(tangents),))
+            return (outputs,), product
 
-        if loss.is_recordable:
-            points = [*self._points(inputs), *tensors_of(vars(labels))]
-            program = self._program(
-                (_program_key(inputs), _program_key(vars(labels))),
-                function=function,
-                points=points,
-                vectors=lambda: (network.parameters,),
-            )
-            if program is not None:
-                return _evaluate(program, points, network.state)
-        with torch.enable_grad(), network.differentiable():
-            leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
-            outputs = network.outputs(leaves, inputs)
-            value = loss.weighted_value(outputs, labels)
-            gradient = gradients((value,), leaves, (torch.ones_like(value),), create_graph=True)
-        hessian = _with_fallback(partial(gradients, gradient, leaves))
-        return Linearisation(outputs.detach(), (hessian,), _graph_bytes(gradient, network.state))
+        points = [*self._points(inputs), *tensors_of(vars(labels))]
+        program = self._program(
+            (_program_key(inputs), _program_key(vars(labels))),
+            function=function,
+            points=points,
+            vectors=lambda: (network.parameters,),
+        )
+        return None if program is None else _evaluate(program, points, network.state)
 
     def _points(self, inputs: Inputs) -> list[Tensor]:
         """List all tensors that the outputs depend on: parameters, buffers and inputs.
