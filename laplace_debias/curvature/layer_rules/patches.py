@@ -12,9 +12,9 @@ for the images of two phases: 36 products are enough for a 3×3 kernel with stri
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import prod
 from typing import Any
 
@@ -40,6 +40,11 @@ _SECONDS_PER_DISPLACED_MULTIPLICATION = 2e-11
 _SECONDS_PER_UNFOLDED_ENTRY = 4e-9
 _SECONDS_PER_UNFOLDED_MULTIPLICATION = 2.2e-11
 _SECONDS_TO_UNFOLD = 5e-4
+
+Phase = tuple[int, int]
+"""The row and the column of the first pixel of a phase."""
+Pairs = dict[tuple[int, int], int]
+"""Pairs of kernel offsets along one dimension, with their displacements."""
 
 
 def fastest_moments(
@@ -119,17 +124,19 @@ def patch_moments(
     channels = x.shape[1]
     sizes = rows.size, columns.size
     A = x.new_zeros(*sizes, *sizes, channels, channels)
-    phases = itertools.product(sorted(set(rows.phases)), sorted(set(columns.phases)))
     layout = torch.contiguous_format
     if x.is_contiguous(memory_format=torch.channels_last):
         layout = torch.channels_last
-    images = []
-    for row_phase, column_phase in phases:
+    images: dict[Phase, Tensor] = {}
+    for row_phase, column_phase in _phases(rows, columns):
         image = x[:, :, row_phase :: rows.stride, column_phase :: columns.stride]
         if image.numel():
-            images.append(((row_phase, column_phase), image.contiguous(memory_format=layout)))
-    for first, second in itertools.combinations_with_replacement(images, 2):
-        _write(A, rows, columns, first, second)
+            images[row_phase, column_phase] = image.contiguous(memory_format=layout)
+    for phases in itertools.combinations_with_replacement(images, 2):
+        image, partner = (images[phase] for phase in phases)
+        for (i, k), (j, m), product in _products_of_offsets(rows, columns, phases, image, partner):
+            A[i, j, k, m] = product
+            A[k, m, i, j] = product.T
     return A.permute(4, 0, 1, 5, 2, 3).reshape(channels * rows.size * columns.size, -1)
 
 
@@ -169,18 +176,15 @@ def _count_products(rows: "_Offsets", columns: "_Offsets") -> _ProductCounts:
     num_border_products = 0
     displaced_pixels = 0
     border_pixels = 0
-    phases = list(itertools.product(sorted(set(rows.phases)), sorted(set(columns.phases))))
-    for first, second in itertools.combinations_with_replacement(phases, 2):
-        row_pairs = rows.pairs(first[0], second[0])
-        column_pairs = columns.pairs(first[1], second[1])
-        if first == second:
-            row_pairs = {pair: down for pair, down in row_pairs.items() if down >= 0}
+    for phases in itertools.combinations_with_replacement(_phases(rows, columns), 2):
+        row_pairs, column_pairs = _pairs_of_phases(rows, columns, phases)
+        first_row, first_column = phases[0]
         num_pairs += len(row_pairs) * len(column_pairs)
         num_displacements = len(rows.between(row_pairs.values())) * len(
             columns.between(column_pairs.values())
         )
-        height = rows.num_pixels(first[0])
-        width = columns.num_pixels(first[1])
+        height = rows.num_pixels(first_row)
+        width = columns.num_pixels(first_column)
         displaced_pixels += num_displacements * height * width
         # One product for each row and each column, and for each pixel where they cross.
         confined_rows = rows.confined_displacements(row_pairs)
@@ -243,7 +247,7 @@ class _Offsets:
         """Count the pixels of a phase."""
         return len(range(phase, self.length, self.stride))
 
-    def pairs(self, first_phase: int, second_phase: int) -> dict[tuple[int, int], int]:
+    def pairs(self, first_phase: int, second_phase: int) -> Pairs:
         """Return pairs of offsets, one from each phase, with their displacements."""
         return {
             (i, k): self.shifts[k] - self.shifts[i]
@@ -269,9 +273,7 @@ class _Offsets:
         inside = range(max(0, -shift), min(num_pixels, num_partners - shift))
         return [r for r in inside if not first <= r < first + self.num_positions]
 
-    def confined_displacements(
-        self, pairs: dict[tuple[int, int], int]
-    ) -> set[tuple[int, int | None]]:
+    def confined_displacements(self, pairs: Pairs) -> set[tuple[int, int | None]]:
         """Return pairs of a displacement with None and with each pixel that its offsets exclude."""
         confined: set[tuple[int, int | None]] = set()
         for (i, k), displacement in pairs.items():
@@ -280,55 +282,99 @@ class _Offsets:
         return confined
 
 
-def _write(
-    A: Float[Tensor, "height width height width channels channels"],
+def _phases(rows: _Offsets, columns: _Offsets) -> list[Phase]:
+    """List the phases of the pixels that a kernel reads, in ascending order."""
+    return list(itertools.product(sorted(set(rows.phases)), sorted(set(columns.phases))))
+
+
+def _pairs_of_phases(
+    rows: _Offsets, columns: _Offsets, phases: tuple[Phase, Phase]
+) -> tuple[Pairs, Pairs]:
+    """Return the pairs of row offsets and of column offsets whose products are needed.
+
+    Every pair of row offsets is combined with every pair of column offsets. Within one phase, only
+    one of two opposite displacements is needed.
+    """
+    first, second = phases
+    row_pairs = rows.pairs(first[0], second[0])
+    column_pairs = columns.pairs(first[1], second[1])
+    if first == second:
+        row_pairs = {pair: down for pair, down in row_pairs.items() if down >= 0}
+    return row_pairs, column_pairs
+
+
+def _products_of_offsets(
     rows: _Offsets,
     columns: _Offsets,
-    first: tuple[tuple[int, int], Float[Tensor, "batch channels _ _"]],
-    second: tuple[tuple[int, int], Float[Tensor, "batch channels _ _"]],
-) -> None:
-    """Write the products of the offsets of two phases, and their transposes."""
-    first_phases, image = first
-    second_phases, partner = second
-    row_pairs = rows.pairs(first_phases[0], second_phases[0])
-    column_pairs = columns.pairs(first_phases[1], second_phases[1])
-    if first_phases == second_phases:
-        # Only one of two opposite displacements is needed.
-        row_pairs = {pair: down for pair, down in row_pairs.items() if down >= 0}
+    phases: tuple[Phase, Phase],
+    image: Float[Tensor, "batch channels _ _"],
+    partner: Float[Tensor, "batch channels _ _"],
+) -> Iterator[tuple[tuple[int, int], tuple[int, int], Float[Tensor, "channels channels"]]]:
+    """Yield the products of kernel offsets of two phases, summed over the output positions.
+
+    Args:
+        rows: The offsets along the rows.
+        columns: The offsets along the columns.
+        phases: The two phases.
+        image: The pixels of the first phase.
+        partner: The pixels of the second phase.
+
+    Yields:
+        The row offsets (i, k), the column offsets (j, m), and the product of the pixels that the
+        offset (i, j) reads with the pixels that the offset (k, m) reads.
+    """
+    row_pairs, column_pairs = _pairs_of_phases(rows, columns, phases)
     down = rows.between(row_pairs.values())
     right = columns.between(column_pairs.values())
-    # The products at all displacements are the weight gradient of a convolution: one image is the
-    # input, and the other image is the output gradients.
+    products = _displaced_products(image, partner, down, right)
+    confined_product = cache(partial(_confined_product, image, partner))
+    for (i, k), dy in row_pairs.items():
+        excluded_rows = rows.excluded_pixels(i, k)
+        for (j, m), dx in column_pairs.items():
+            excluded_columns = columns.excluded_pixels(j, m)
+            product = products[down.index(dy), right.index(dx)].clone()
+            # Subtract the products at the border by inclusion and exclusion.
+            border = itertools.product((None, *excluded_rows), (None, *excluded_columns))
+            for row, column in list(border)[1:]:
+                is_crossing = row is not None and column is not None
+                product.add_(confined_product(dy, dx, row, column), alpha=1 if is_crossing else -1)
+            yield (i, k), (j, m), product
+
+
+def _displaced_products(
+    image: Float[Tensor, "batch channels _ _"],
+    partner: Float[Tensor, "batch channels _ _"],
+    down: range,
+    right: range,
+) -> Float[Tensor, "down right channels channels"]:
+    """Compute the products of an image with its partner at all displacements, over all pixels.
+
+    They are the weight gradient of a convolution: the partner is the input, and the image is the
+    output gradients.
+    """
     extra_rows = image.shape[2] - partner.shape[2]
     extra_columns = image.shape[3] - partner.shape[3]
     products = conv2d_weight(
         F.pad(partner, (-right[0], right[-1] + extra_columns, -down[0], down[-1] + extra_rows)),
         (image.shape[1], image.shape[1], len(down), len(right)),
         image,
-        dilation=(rows.step, columns.step),
+        dilation=(down.step, right.step),
     )
-    products = products.permute(2, 3, 0, 1).contiguous()
+    return products.permute(2, 3, 0, 1).contiguous()
 
-    @cache
-    def confined_product(dy: int, dx: int, row: int | None, column: int | None) -> Tensor:
-        """Compute the product at a displacement within one row, one column, or where they cross."""
-        y, partner_y = _slices(row, dy, image.shape[2], partner.shape[2])
-        z, partner_z = _slices(column, dx, image.shape[3], partner.shape[3])
-        return torch.einsum("nchw,ndhw->cd", image[:, :, y, z], partner[:, :, partner_y, partner_z])
 
-    all_pairs = itertools.product(row_pairs.items(), column_pairs.items())
-    for ((i, k), dy), ((j, m), dx) in all_pairs:
-        total = products[down.index(dy), right.index(dx)].clone()
-        # Subtract the products at the border by inclusion and exclusion.
-        border = itertools.product(
-            (None, *rows.excluded_pixels(i, k)), (None, *columns.excluded_pixels(j, m))
-        )
-        for row, column in list(border)[1:]:
-            total.add_(
-                confined_product(dy, dx, row, column), alpha=-1 if None in (row, column) else 1
-            )
-        A[i, j, k, m] = total
-        A[k, m, i, j] = total.T
+def _confined_product(
+    image: Float[Tensor, "batch channels _ _"],
+    partner: Float[Tensor, "batch channels _ _"],
+    dy: int,
+    dx: int,
+    row: int | None,
+    column: int | None,
+) -> Float[Tensor, "channels channels"]:
+    """Compute the product at a displacement within one row, one column, or where they cross."""
+    y, partner_y = _slices(row, dy, image.shape[2], partner.shape[2])
+    z, partner_z = _slices(column, dx, image.shape[3], partner.shape[3])
+    return torch.einsum("nchw,ndhw->cd", image[:, :, y, z], partner[:, :, partner_y, partner_z])
 
 
 def _slices(pixel: int | None, shift: int, size: int, partner_size: int) -> tuple[slice, slice]:

@@ -57,8 +57,26 @@ def row_moments(
     layer: nn.Conv2d, x: Float[Tensor, "batch channels height width"]
 ) -> Float[Tensor, "d_in d_in"]:
     """Compute `Σ_n Σ_t a aᵀ` over the patches of one group in the order of `unfold`."""
+    upper = _upper_triangle(_sum_over_patches(layer, _row_products(layer, x)))
+    # The entries of a patch are ordered by channel, then by row and by column of the kernel.
+    channels = x.shape[1]
+    by_channel = upper.unflatten(3, (channels, -1)).unflatten(1, (channels, -1))
+    d_in = channels * layer.kernel_size[0] * layer.kernel_size[1]
+    matrix = by_channel.permute(1, 0, 2, 4, 3, 5).contiguous().view(d_in, -1)
+    return matrix + matrix.T
+
+
+def _row_products(
+    layer: nn.Conv2d, x: Float[Tensor, "batch channels height width"]
+) -> Float[Tensor, "rows size kernel_height*size"]:
+    """Multiply each unfolded row of the padded image by itself and by the rows below it.
+
+    Returns:
+        The products of each row, summed over the examples and over the positions in the row, with
+        as many rows as the kernel is high. `size` is C·k_w.
+    """
     kernel_height, kernel_width = layer.kernel_size
-    row_stride, column_stride = layer.stride
+    column_stride = layer.stride[1]
     reach = (kernel_width - 1) * layer.dilation[1] + 1
     num_rows, num_columns = _num_rows_and_positions(layer, x)
     left, right, above, _ = layer._reversed_padding_repeated_twice
@@ -68,8 +86,7 @@ def row_moments(
     below = num_rows + kernel_height - 1 - above - image.shape[2]
     padded = F.pad(image, (left, right, above, below))
     pixels = padded.unfold(3, reach, column_stride)[..., :: layer.dilation[1]]
-    channels = x.shape[1]
-    size = channels * kernel_width
+    size = x.shape[1] * kernel_width
     num_together = max(1, _NUMBERS_AT_ONCE // (num_rows * num_columns * size))
     products: Tensor | None = None
     for part in pixels.split(num_together):
@@ -82,25 +99,43 @@ def row_moments(
         else:
             products.baddbmm_(rows[:num_rows], windows.mT)
     assert products is not None
-    # For each vertical offset of the kernel, sum the products of the rows that it reads.
-    num_starts = num_rows - kernel_height + 1
-    totals = products.unfold(0, num_starts, 1)[..., ::row_stride].sum(-1)
-    by_distance = totals.unflatten(2, (kernel_height, size))
-    # The sum of the upper triangle and its transpose contains the diagonal twice, so the diagonal
-    # is halved.
+    return products
+
+
+def _sum_over_patches(
+    layer: nn.Conv2d, products: Float[Tensor, "rows size kernel_height*size"]
+) -> Float[Tensor, "kernel_height size kernel_height size"]:
+    """Sum the products of the rows that each vertical offset of the kernel reads.
+
+    Returns:
+        For offset i and distance j, the product of the offsets i and i + j, `[size, size]`. It has
+        no meaning if i + j is not an offset.
+    """
+    kernel_height = layer.kernel_size[0]
+    num_starts = len(products) - kernel_height + 1
+    totals = products.unfold(0, num_starts, 1)[..., :: layer.stride[0]].sum(-1)
+    return totals.unflatten(2, (kernel_height, -1))
+
+
+def _upper_triangle(
+    by_distance: Float[Tensor, "kernel_height size kernel_height size"],
+) -> Float[Tensor, "kernel_height size kernel_height size"]:
+    """Arrange the products by the offsets i and k; the products for k < i are left zero.
+
+    The products for k = i are halved, so that the result and its transpose add up to all products.
+    `by_distance` is overwritten.
+    """
+    kernel_height, size = by_distance.shape[:2]
     by_distance[:, :, 0].mul_(0.5)
     # The distance from offset i to offset k ≥ i is k − i. Zeros are appended to the distances of
     # each row. Row i of the view begins i distances before its own data, among the zeros of the row
     # before, so its entries for k < i are zero.
     num_distances = 2 * kernel_height - 1
-    with_zeros = x.new_zeros(kernel_height, size, num_distances, size)
+    with_zeros = by_distance.new_zeros(kernel_height, size, num_distances, size)
     with_zeros[:, :, :kernel_height] = by_distance
     next_row, *strides = with_zeros.stride()
     shape = kernel_height, size, kernel_height, size
-    upper = with_zeros.as_strided(shape, (next_row - size, *strides))
-    by_channel = upper.unflatten(3, (channels, -1)).unflatten(1, (channels, -1))
-    matrix = by_channel.permute(1, 0, 2, 4, 3, 5).contiguous().view(kernel_height * size, -1)
-    return matrix + matrix.T
+    return with_zeros.as_strided(shape, (next_row - size, *strides))
 
 
 def _num_rows_and_positions(layer: nn.Conv2d, x: Tensor) -> tuple[int, int]:
