@@ -4,7 +4,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -43,15 +43,19 @@ _MOST_JOINED_EXAMPLES = 1024
 RecordKey = tuple[Block, int]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Chunk:
-    """Examples of a batch that are run together, and the keys of records that are already added.
+    """Examples of a batch that are run together.
 
-    Records are already added if memory ran out in the middle of a larger chunk.
+    Attributes:
+        examples: The examples.
+        added: The keys of the records of these examples that the sums contain. If memory runs out
+            in the middle of a chunk, its parts are run again, but these records are not added
+            again.
     """
 
     examples: slice
-    added: frozenset[RecordKey] = frozenset()
+    added: set[RecordKey] = field(default_factory=set)
 
     @property
     def size(self) -> int:
@@ -63,8 +67,8 @@ class Chunk:
         if size >= self.size:
             return self, None
         middle = self.examples.start + size
-        first = Chunk(slice(self.examples.start, middle), self.added)
-        return first, Chunk(slice(middle, self.examples.stop), self.added)
+        first = Chunk(slice(self.examples.start, middle), self.added.copy())
+        return first, Chunk(slice(middle, self.examples.stop), self.added.copy())
 
 
 class _Outcome(Enum):
@@ -184,8 +188,7 @@ class ChunkRunner:
             chunk, remaining = pending.pop().split(min(size.num_examples, num_fitting))
             if remaining is not None:
                 pending.append(remaining)
-            added = set(chunk.added)
-            outcome = self._attempt(batch, chunk, size.num_columns, added, totals)
+            outcome = self._attempt(batch, chunk, size.num_columns, totals)
             if outcome is _Outcome.COMPLETE:
                 continue
             if outcome is _Outcome.OUT_OF_MEMORY:
@@ -193,9 +196,10 @@ class ChunkRunner:
             else:
                 self._is_channels_last = False
             if self._accumulator.row_bytes:
-                added = _complete_groups(self._context.blocks, added)
+                # Rows are added once all blocks have theirs, so no other record is in the sums.
+                chunk.added = _complete_groups(self._context.blocks, chunk.added)
                 self._accumulator.drop_waiting()
-            pending.append(Chunk(chunk.examples, frozenset(added)))
+            pending.append(chunk)
         totals.num_examples += batch.num_examples
 
     def _attempt(
@@ -203,7 +207,6 @@ class ChunkRunner:
         batch: Batch,
         chunk: Chunk,
         num_columns: int,
-        added: set[RecordKey],
         totals: DataTotals,
     ) -> "_Outcome":
         """Run a chunk, and return whether and why the chunk has to be run again.
@@ -212,7 +215,7 @@ class ChunkRunner:
         freed.
         """
         try:
-            self._run_chunk(batch, chunk, num_columns, added, totals)
+            self._run_chunk(batch, chunk, num_columns, totals)
         except UnfinishedSumError as error:
             if not is_out_of_memory(error.cause):
                 raise error.cause from None
@@ -232,15 +235,18 @@ class ChunkRunner:
         batch: Batch,
         chunk: Chunk,
         num_columns: int,
-        added: set[RecordKey],
         totals: DataTotals,
     ) -> None:
         """Run a chunk forward and back, and pass its records to the accumulator.
 
-        A chunk that ran out of memory is run again in smaller parts, but the records that it had
-        added are kept. Therefore, records whose keys are in `chunk.added` are not added again, and
-        every key is put into `added` immediately. Blocks without a record count as zero for these
-        examples.
+        Every record's key is put into `chunk.added` immediately, because memory may run out before
+        the next record. Blocks without a record count as zero for these examples.
+
+        Args:
+            batch: The batch.
+            chunk: The examples of the batch that are run.
+            num_columns: The number of columns of output gradients that are computed together.
+            totals: The totals of the pass, to which the chunk is added.
         """
         context = self._context
         chunk_batch = batch.take(chunk.examples)
@@ -261,12 +267,14 @@ class ChunkRunner:
             batch.first_index + chunk.examples.start,
             chunk_batch.weights,
         )
-        gated_layers = () if presence is None else forward_pass.gated_layers()
+        gated_layers: set[str] = set()
+        if presence is not None:
+            gated_layers = forward_pass.gated_layers()
         column_groups = root.columns.split(num_columns)
         for group_index, group in enumerate(column_groups):
-            keeps_graph = group_index + 1 < len(column_groups)
             is_first = group_index == 0
-            records = forward_pass.backward(group, keeps_graph)
+            is_last = group_index == len(column_groups) - 1
+            records = forward_pass.backward(group, keep_graph=not is_last)
             if is_first and presence is not None and gated_layers:
                 waiting = list(records)
                 presence.find_missing_gradients(waiting, gated_layers)
@@ -274,17 +282,19 @@ class ChunkRunner:
             for record in records:
                 key = (record.block, group_index)
                 if key not in chunk.added:
+                    # A further group of columns repeats the inputs, which are counted once.
                     record = replace(
                         record, input_weights=root.input_weights, has_new_inputs=is_first
                     )
                     self._add(record, presence, totals)
-                added.add(key)
-            without_record = [b for b in context.blocks if (b, group_index) not in added]
-            for block in without_record:
-                self._accumulator.skip(block, chunk_batch.num_examples, len(group))
-                if is_first and presence is not None and not block.is_vector:
-                    totals.add_input_weight(block, 0.0)
-                added.add((block, group_index))
+                    chunk.added.add(key)
+            for block in context.blocks:
+                key = (block, group_index)
+                if key not in chunk.added:
+                    self._accumulator.skip(block, chunk_batch.num_examples, len(group))
+                    if is_first and presence is not None and not block.is_vector:
+                        totals.add_input_weight(block, 0.0)
+                    chunk.added.add(key)
         totals.nll = totals.nll + root.loss
         totals.weight += chunk_batch.total_weight
         totals.num_outputs += outputs[0].numel() * chunk_batch.total_weight
