@@ -79,39 +79,47 @@ class Reference:
             cotangent = _random_cotangent(outputs)
             for example in range(len(cotangent)):
                 by_example.append(_gradients(outputs, parameters, _only(cotangent, example)))
-        compared_gradients: dict[str, Tensor] = {}
-        norms = []
+        kept_gradients: dict[str, Tensor] = {}
+        norms_by_parameter = []
         unused = []
         for name, parameter, *gradients in zip(names, parameters, *by_example, strict=True):
-            rows = []
-            for gradient in gradients:
-                rows.append(
-                    torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
-                )
-            by_parameter = torch.stack(rows).reshape(len(rows), -1)
-            norms.append(by_parameter.norm(dim=1))
+            rows = _rows(parameter, gradients)
+            norms_by_parameter.append(rows.norm(dim=1))
             if compared is None or name in compared:
-                compared_gradients[name] = by_parameter
+                kept_gradients[name] = rows
             if all(gradient is None for gradient in gradients):
                 unused.append(name)
-        all_norms = torch.stack(norms)
-        eps = coarsest_eps(network)
-        are_zero = (all_norms == 0).all(1).tolist()
-        without_gradient = [n for n, is_zero in zip(names, are_zero, strict=True) if is_zero]
+        norms = torch.stack(norms_by_parameter)  # [parameters, examples]
+        without_gradient = []
+        for name, is_zero in zip(names, (norms == 0).all(1).tolist(), strict=True):
+            if is_zero:
+                without_gradient.append(name)
         # Gradients at the size of rounding errors count as zero, such as the gradient of the keys'
         # bias, which cancels in the softmax.
-        rounding = eps**0.5 * float(all_norms.nan_to_num(0.0, 0.0).max())
+        eps = coarsest_eps(network)
+        rounding = eps**0.5 * float(norms.nan_to_num(0.0, 0.0).max())
         return cls(
             x=x,
             outputs=outputs.detach(),
             cotangent=cotangent,
-            gradients=compared_gradients,
+            gradients=kept_gradients,
             unused=unused,
             without_gradient=without_gradient,
-            is_partial=bool((all_norms == 0).any()),
+            is_partial=bool((norms == 0).any()),
             rounding=rounding,
             eps=eps,
         )
+
+
+def _rows(parameter: Tensor, gradients: Sequence[Tensor | None]) -> Float[Tensor, "batch size"]:
+    """Flatten a parameter's gradients for each example; None is a gradient of zero."""
+    rows = []
+    for gradient in gradients:
+        if gradient is None:
+            rows.append(torch.zeros_like(parameter))
+        else:
+            rows.append(gradient.to_dense())
+    return torch.stack(rows).reshape(len(rows), -1)
 
 
 class _Search:
@@ -144,18 +152,19 @@ class _Search:
             )
             self.unused = [name for name in self.unused if gradients[name] is None]
             sought = [name for name, g in gradients.items() if self._is_gradient(g)]
-            numbers = self._find_examples(outputs, cotangent, sought)
-        if numbers:
-            examples = [take(x, slice(number, number + 1)) for number in numbers]
+            indices = self._find_examples(outputs, cotangent, sought)
+        if indices:
+            examples = [take(x, slice(index, index + 1)) for index in indices]
             # The examples that reach the parameters are joined with examples that may take a
             # different path.
-            shapes = [[t.shape[1:] for t in tensors_of(inputs)] for inputs in (self._first, x)]
-            companions = self._first if shapes[0] == shapes[1] else take(x, slice(0, 2))
+            companions = self._first
+            if _example_shapes(x) != _example_shapes(companions):
+                companions = take(x, slice(0, 2))
             self.batches.append(join([companions, *examples]))
 
     def _find_examples(self, outputs: Tensor, cotangent: Tensor, sought: list[str]) -> list[int]:
-        """Find examples that together have gradients of all sought parameters."""
-        numbers: list[int] = []
+        """Find the indices of examples that together have gradients of all sought parameters."""
+        indices: list[int] = []
         for example in range(len(outputs)):
             if not sought:
                 break
@@ -164,10 +173,10 @@ class _Search:
             by_name = zip(sought, gradients, strict=True)
             covered = {name for name, g in by_name if self._is_gradient(g)}
             if covered:
-                numbers.append(example)
+                indices.append(example)
                 sought = [name for name in sought if name not in covered]
                 self._missing = [name for name in self._missing if name not in covered]
-        return numbers
+        return indices
 
     def _is_gradient(self, gradient: Tensor | None) -> bool:
         return gradient is not None and bool(gradient.to_dense().norm() > self._rounding)
@@ -228,6 +237,11 @@ def _join_over_processes(
     ]
     unused_in_all = set[str].intersection(*(set(names) for _, names in by_rank))
     return batches_of_all, [name for name in unused if name in unused_in_all]
+
+
+def _example_shapes(x: Inputs) -> list[torch.Size]:
+    """Return the shapes of one example of the given inputs."""
+    return [tensor.shape[1:] for tensor in tensors_of(x)]
 
 
 def _chunks(batches: Iterable[Inputs]) -> Iterator[Inputs]:
