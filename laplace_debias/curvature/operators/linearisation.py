@@ -119,7 +119,7 @@ class Lineariser:
             # Recording merges this forward pass with the forward pass of `weighted_loss`, so it
             # adds no cost.
             outputs = forward(*parameters)
-            _, product = jvp(grad(weighted_loss), (parameters,), (tuple(tangents),))
+            product = jvp(grad(weighted_loss), (parameters,), (tuple(tangents),))[1]
             return (outputs,), product
 
         points = [*self._points(inputs), *tensors_of(vars(labels))]
