@@ -48,7 +48,8 @@ from laplace_debias.system.ranks import Ranks
 def split_folds(ranks: Ranks, data: Iterable[Batch], num_folds: int) -> list[list[Batch]]:
     """Split the examples of all processes into K folds: example i is in fold i mod K.
 
-    The examples have the indices that they would have if the folds were read one after the other.
+    The examples have the indices that they would have if the folds were read one after the other,
+    which determine their Monte Carlo labels.
 
     Raises:
         ValueError: If there are no examples, K is not between 2 and the number of examples, or all
@@ -77,12 +78,12 @@ def split_folds(ranks: Ranks, data: Iterable[Batch], num_folds: int) -> list[lis
             examples_of_fold = batch.take(examples)
             if examples_of_fold.num_examples:
                 index_in_data = first_index + examples.start
-                index_in_fold = (index_in_data - fold_index + num_folds - 1) // num_folds
+                index_in_fold = (index_in_data - fold_index) // num_folds
                 fold.append(replace(examples_of_fold, first_index=num_before + index_in_fold))
         if not sum(ranks.exchange(sum(batch.total_weight for batch in fold))):
             raise ValueError("All examples of one fold have the weight zero. Use fewer folds.")
         folds.append(fold)
-        num_before += (num_examples - fold_index + num_folds - 1) // num_folds
+        num_before += len(range(fold_index, num_examples, num_folds))
     return folds
 
 
@@ -454,26 +455,48 @@ def crossfit_ekfac(
     """
     weights = [totals.weight for totals in totals_by_fold]
     total_weight = sum(weights)
-    table: BlockTensors = {}
+    magnitudes: BlockTensors = {}
     for index, fold in enumerate(folds):
-        bases = {}
         other_sums = sums_by_fold[:index] + sums_by_fold[index + 1 :]
         weight_of_others = total_weight - weights[index]
-        for block in sums_by_fold[0]:
-            mean_basis = mean_bases[block]
-            pairs_G = _eigenpairs_within(
-                _total(other_sums, block, Side.G) / weight_of_others, mean_basis.G, context.dtype
+        bases = {
+            block: _basis_of_folds(
+                other_sums, weight_of_others, block, mean_bases[block], context.dtype
             )
-            pairs_A = _eigenpairs_within(
-                _total(other_sums, block, Side.A) / weight_of_others, mean_basis.A, context.dtype
-            )
-            bases[block] = Eigenbasis(pairs_G, pairs_A)
+            for block in sums_by_fold[0]
+        }
         bases = share_bases(context, bases)
         squares, _ = ekfac_sums(context, bases, fold, 0)
         for block in list(squares):
             averaged = bases.pop(block).pooled(squares.pop(block), context.dtype)
-            add_to(table, block, averaged / total_weight)
-    return table
+            add_to(magnitudes, block, averaged / total_weight)
+    return magnitudes
+
+
+def _basis_of_folds(
+    sums_by_fold: Sequence[FactorSums],
+    weight: float,
+    block: Block,
+    mean_basis: Eigenbasis,
+    dtype: torch.dtype,
+) -> Eigenbasis:
+    """Compute the eigenbasis of a block's factors over some folds.
+
+    Args:
+        sums_by_fold: The factor sums of these folds.
+        weight: The sum of the weights of the examples in these folds.
+        block: The block.
+        mean_basis: The eigenbasis over all folds, which spans the ranges of the factors.
+        dtype: The dtype in which the factors were computed.
+    """
+    # Only the directions and the ratios of eigenvalues are used, so A is divided by the weight of all
+    # examples, too, even if only some of them have a position in the layer.
+    mean_G = _total(sums_by_fold, block, Side.G) / weight
+    mean_A = _total(sums_by_fold, block, Side.A) / weight
+    return Eigenbasis(
+        _eigenpairs_within(mean_G, mean_basis.G, dtype),
+        _eigenpairs_within(mean_A, mean_basis.A, dtype),
+    )
 
 
 def _eigenpairs_within(factor: Factor, mean_pairs: Eigenpairs, dtype: torch.dtype) -> Eigenpairs:
