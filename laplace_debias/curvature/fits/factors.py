@@ -112,14 +112,25 @@ def _gradients(record: BlockRecord) -> _Gradients:
     if masks is None:
         # If there are no positions, the sum is zero whatever the divisor, and 1 is used.
         return _Gradients(columns_by_call, num_rows, divisor=max(1, num_positions))
+    return _Gradients(_masked_columns(columns_by_call, masks), num_rows, divisor=1)
+
+
+def _masked_columns(
+    columns_by_call: Sequence[Float[Tensor, "n *groups d_out positions"]], masks: Masks
+) -> list[Float[Tensor, "rows *groups d_out 1"]]:
+    """Return the gradients at the positions that take part, divided by the root of T.
+
+    T is the number of positions of an example that take part, over all calls.
+    """
     weights = _num_positions(masks).to(columns_by_call[0]).clamp_min(1).rsqrt()
-    weighted_rows = []
+    masked_columns = []
     for columns, mask in zip(columns_by_call, masks, strict=True):
-        rows = select_positions(columns.unflatten(0, (-1, len(mask))).movedim(-1, 2), mask)
+        by_example = columns.unflatten(0, (-1, len(mask)))  # [K, B, *groups, d_out, T]
+        rows = select_positions(by_example.movedim(-1, 2), mask)
         row_weights = select_positions(weights[:, None].expand_as(mask)[None], mask)[0]
         rows = rows * append_dims(row_weights, rows.ndim - 1)
-        weighted_rows.append(rows.flatten(0, 1).unsqueeze(-1))
-    return _Gradients(weighted_rows, num_rows, divisor=1)
+        masked_columns.append(rows.flatten(0, 1).unsqueeze(-1))
+    return masked_columns
 
 
 def input_factors(
@@ -162,8 +173,9 @@ def input_factors(
             diagonal += rows.square().sum(0)
         return [diagonal]
     d_in = block.shape[1]
-    num_positions = sum(block.rule.num_positions(layer, x) for x in inputs)
-    num_rows = len(inputs[0]) * (1 if block.sharing == "reduce" else num_positions)
+    num_rows = len(inputs[0])
+    if block.sharing == "expand":
+        num_rows *= sum(block.rule.num_positions(layer, x) for x in inputs)
     if d_in >= _WIDE and num_rows <= d_in // 2:
         return [GramFactor(torch.cat(list(rows_by_slice)))]
     if masks is None and scales is None and block.sharing == "expand":
