@@ -121,16 +121,13 @@ def _next_calls(network: nn.Module, wrong: Mapping[Block, Exception]) -> dict[st
     calls: dict[str, tuple[str, ...]] = {}
     errors: dict[str, Exception] = {}
     for block, error in wrong.items():
-        enclosing = enclosing_module(network, block.calls) if block.calls else None
         for name in block.parameters:
-            if block.rule.is_entrywise:
-                calls[name] = ()
-            elif not block.calls:
-                calls[name] = owners[id(network.get_parameter(name))]
-            elif enclosing is not None:
-                calls[name] = (enclosing,)
-            else:
+            own_modules = owners[id(network.get_parameter(name))]
+            paths = _next_paths(network, block, own_modules)
+            if paths is None:
                 errors[name] = error
+            else:
+                calls[name] = paths
     if errors:
         raise NotImplementedError(
             f"The gradients of single examples cannot be computed for {list(errors)}. "
@@ -138,6 +135,22 @@ def _next_calls(network: nn.Module, wrong: Mapping[Block, Exception]) -> dict[st
             f"`{leaving_out(list(errors))}`, or freeze them with `requires_grad_(False)`."
         )
     return calls
+
+
+def _next_paths(
+    network: nn.Module, block: Block, own_modules: tuple[str, ...]
+) -> tuple[str, ...] | None:
+    """Return the paths of the modules at whose calls a parameter of a block is measured next.
+
+    Without paths, it is measured at operations. None means that no further module encloses the
+    block. `own_modules` are the modules that have the parameter.
+    """
+    if block.rule.is_entrywise:
+        return ()
+    if not block.calls:
+        return own_modules
+    enclosing = enclosing_module(network, block.calls)
+    return None if enclosing is None else (enclosing,)
 
 
 def differing_blocks(
@@ -234,25 +247,25 @@ def _deviations(
     """Compute each block's `_deviation`, or else the error that its Jacobian raises."""
     deviations: dict[Block, Tensor] = {}
     errors: dict[Block, Exception] = {}
+    records: Iterable[BlockRecord] = ()
     if forward_pass.outputs.shape == reference.cotangent.shape:
         # Two columns are used because some gradients of torch are wrong for several columns at
         # once.
-        columns = torch.stack([-reference.cotangent, reference.cotangent])
-        for record in forward_pass.backward(columns):
-            block = record.block
-            if block not in compared:
-                continue
-            try:
-                expected = _reference_gradients(network, block, reference)
-                deviations[block] = _deviation(record, expected)
-            # A layer that does not behave like its class, or a replayed module, may raise any
-            # error.
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                errors[block] = error
+        records = forward_pass.backward(torch.stack([-reference.cotangent, reference.cotangent]))
+    for record in records:
+        if record.block not in compared:
+            continue
+        try:
+            expected = _reference_gradients(network, record.block, reference)
+            deviations[record.block] = _deviation(record, expected)
+        # A layer that does not behave like its class, or a replayed module, may raise any error.
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            errors[record.block] = error
     for block in compared:
         if block not in deviations and block not in errors:
+            # There is no record, so the block's Jacobian is zero and deviates by the gradients.
             norms = _reference_gradients(network, block, reference).norm(dim=1)
             deviations[block] = torch.stack([norms, norms])
     return deviations, errors
