@@ -38,18 +38,12 @@ def curvature_blocks(
     _check_sharing(sharing, modules)
     owners = owners_of_parameters(model)
     parameters = dict(model.named_parameters())
-    readers = {name: tuple(paths) for name, paths in (calls or {}).items()}
-    for name in names:
-        path, _, key = name.rpartition(".")
-        layer_paths = owners[id(parameters[name])]
-        layer = modules[path]
-        # A subclass may compute the same as the layer, which `resolve` checks.
-        if len(layer_paths) > 1 or not layer_rule(layer).owns(layer, key):
-            readers.setdefault(name, layer_paths)
+    # The modules at whose calls each parameter with an exact block is measured.
+    readers = _unsupported_parameters(parameters, names, modules, owners)
+    readers |= {name: tuple(paths) for name, paths in (calls or {}).items()}
     blocks: list[Block] = []
     joint_biases: set[str] = set()
     for name in names:
-        path, _, key = name.rpartition(".")
         if name in joint_biases:
             continue
         if name in readers:
@@ -57,21 +51,35 @@ def curvature_blocks(
             first_path = owners[id(parameters[name])][0]
             blocks.append(GENERIC.parameter_block(name, first_path, size, readers[name]))
             continue
+        path, _, key = name.rpartition(".")
         layer = modules[path]
         rule = layer_rule(layer)
         bias = f"{path}.{rule.bias_name}".lstrip(".")
-        is_joint = (
-            joint
-            and rule.can_be_joint
-            and key == rule.weight_name
-            and bias in names
-            and bias not in readers
-        )
+        has_measured_bias = bias in names and bias not in readers
+        is_joint = joint and rule.can_be_joint and key == rule.weight_name and has_measured_bias
         if is_joint:
             joint_biases.add(bias)
         layer_sharing = sharing if isinstance(sharing, str) else sharing.get(path, "expand")
         blocks += rule.blocks(layer, path, key, layer_sharing, is_joint)
     return blocks
+
+
+def _unsupported_parameters(
+    parameters: Mapping[str, nn.Parameter],
+    names: Sequence[str],
+    modules: Mapping[str, nn.Module],
+    owners: Mapping[int, tuple[str, ...]],
+) -> dict[str, tuple[str, ...]]:
+    """Find the named parameters that no layer's rule supports, with the paths of their modules."""
+    unsupported: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        path, _, key = name.rpartition(".")
+        layer_paths = owners[id(parameters[name])]
+        layer = modules[path]
+        # A subclass may compute the same as the layer, which `resolve` checks.
+        if len(layer_paths) > 1 or not layer_rule(layer).owns(layer, key):
+            unsupported[name] = layer_paths
+    return unsupported
 
 
 def _check_sharing(sharing: Sharing, modules: Mapping[str, nn.Module]) -> None:
