@@ -67,37 +67,52 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
 
 @torch.inference_mode(False)
 def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
-    """Find the layers that compute the outputs, and the parameters used outside a layer."""
+    """Find the layers that compute the outputs, and the parameters used outside a layer.
+
+    The output of each layer is replaced by a new leaf of the graph. The outputs of the network then
+    have gradients only at the leaves and parameters that no later layer follows.
+    """
     network = shared_copy(model)
     for module in list(network.modules()):
         layer_rule(module).prepare(module)
-    cuts: list[tuple[str, Tensor]] = []
-    rescaling = {id(p) for m in network.modules() if _only_rescales(m) for p in m.parameters()}
     layers = dict(_layers(network))
+    leaves: list[tuple[str, Tensor]] = []
     for path, layer in layers.items():
-        layer.register_forward_hook(_cutter(cuts, path), prepend=True)
-    parameters = {
-        name: parameter.requires_grad_()
-        for name, parameter in network.named_parameters()
-        if can_require_grad(parameter) and parameter.numel() > 1
-        if id(parameter) not in rescaling
-    }
+        layer.register_forward_hook(_cutter(leaves, path), prepend=True)
+    parameters = _parameters_that_count(network)
     with torch.enable_grad():
         outputs = call(network, take(inputs, slice(0, 1)))
-        if len(dict(cuts)) < len(layers):
+        called_layers = {path for path, _ in leaves}
+        if len(called_layers) < len(layers):
             # Another example may take a different path, as in a mixture of experts.
-            cuts.clear()
+            leaves.clear()
             outputs = call(network, take(inputs, slice(0, _NUM_EXAMPLES)))
     if not outputs.requires_grad:
         return [], []
-    names, leaves = zip(*cuts, *parameters.items(), strict=True)
+    names, tensors = zip(*leaves, *parameters.items(), strict=True)
     ones = torch.ones_like(outputs)
-    gradients = torch.autograd.grad(outputs, leaves, ones, allow_unused=True)
+    gradients = torch.autograd.grad(outputs, tensors, ones, allow_unused=True)
+    # A layer that is called several times has several leaves.
     sources = dict.fromkeys(
         name for name, gradient in zip(names, gradients, strict=True) if gradient is not None
     )
-    source_layers = [path for path in sources if path in layers]
-    return source_layers, [name for name in sources if name in parameters]
+    source_layers = [name for name in sources if name in layers]
+    source_parameters = [name for name in sources if name in parameters]
+    return source_layers, source_parameters
+
+
+def _parameters_that_count(network: nn.Module) -> dict[str, Tensor]:
+    """Make parameters require gradients, except single numbers and those that only rescale."""
+    rescaling: set[int] = set()
+    for module in network.modules():
+        if _only_rescales(module):
+            rescaling.update(id(parameter) for parameter in module.parameters())
+    parameters: dict[str, Tensor] = {}
+    for name, parameter in network.named_parameters():
+        counts = parameter.numel() > 1 and id(parameter) not in rescaling
+        if counts and can_require_grad(parameter):
+            parameters[name] = parameter.requires_grad_()
+    return parameters
 
 
 def _layers(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -123,14 +138,14 @@ def _only_rescales(module: nn.Module) -> bool:
     return bool(sizes) and max(sizes) == 1 and rule.is_generic
 
 
-def _cutter(cuts: list[tuple[str, Tensor]], path: str) -> Any:
-    """Make a forward hook that detaches a layer's output, and records the new leaf."""
+def _cutter(leaves: list[tuple[str, Tensor]], path: str) -> Any:
+    """Make a forward hook that detaches a layer's output, and adds the new leaf to `leaves`."""
 
     def cut(value: Tensor) -> Tensor:
         if not value.is_floating_point() or value.is_inference():
             return value
         leaf = value.detach().requires_grad_()
-        cuts.append((path, leaf))
+        leaves.append((path, leaf))
         # The forward pass continues with a copy, which it may overwrite.
         return leaf.clone()
 
