@@ -113,12 +113,13 @@ def choose_positions(model: nn.Module, x: Inputs, positions: Positions) -> Chose
     mask = _attention_mask(model, x, outputs.shape[1])
     requested = requested.to(outputs.device)
     columns = _columns(requested, mask, num_examples(x), outputs.shape[1])
+    is_single = requested.ndim == 0
     # The head can be applied to only some positions if the model returns its outputs unchanged.
     is_head = calls.z is outputs and outputs._version == 0 and calls.counts[calls.path] == 1
-    chosen = ChosenPositions(columns, requested.ndim == 0, calls.path)
-    if is_head and calls.x.ndim == 3 and _takes_fewer(model, chosen, example, outputs):
-        return chosen
-    return ChosenPositions(columns, chosen.is_single, None)
+    before_head = ChosenPositions(columns, is_single, head=calls.path)
+    if is_head and calls.x.ndim == 3 and _takes_fewer(model, before_head, example, outputs):
+        return before_head
+    return ChosenPositions(columns, is_single, head=None)
 
 
 def _as_tensor(positions: Positions) -> Int[Tensor, "*shape"]:
@@ -151,25 +152,17 @@ def _describe_positions(positions: Positions) -> str:
 def _columns(
     requested: Tensor, mask: Tensor | None, batch: int, length: int
 ) -> Int[Tensor, "batch p"]:
-    """Compute the positions' indices from the start, `[B, p]`."""
-    if requested.ndim == 2 and len(requested) != batch:
-        raise ValueError(
-            f"`positions` has shape {tuple(requested.shape)}, which is for "
-            f"{len(requested)} examples, but the inputs contain {batch} examples. "
-            "Pass one row per example, or a tensor [p] for all examples."
-        )
-    num_positions = requested.shape[-1] if requested.ndim else 1
-    requested = requested.reshape(-1, num_positions).expand(batch, -1)
-    if mask is not None and mask.shape != (batch, length):
-        if bool((requested < 0).any()):
-            raise ValueError(
-                "Negative positions are counted from the end of each sequence. The ends are "
-                f"unknown, because the outputs have {length} positions, but the "
-                f"attention_mask has shape {tuple(mask.shape)}. Pass positions from 0 to "
-                f"{length - 1}."
-            )
-        mask = None
-    is_real = requested.new_ones(batch, length) if mask is None else (mask != 0).long()
+    """Compute the positions' indices from the start, `[B, p]`.
+
+    Args:
+        requested: The positions, `[]`, `[p]` or `[B, p]`. Negative positions count from the last
+            position that is not padding.
+        mask: The attention mask; None if there is no padding.
+        batch: The number of examples B.
+        length: The number of positions T of the outputs.
+    """
+    requested = _for_each_example(requested, batch)
+    is_real = _real_positions(requested, mask, batch, length)
     num_real = is_real.sum(1, keepdim=True)
     is_missing = (requested >= length) | (requested < -num_real)
     if bool(is_missing.any()):
@@ -179,7 +172,8 @@ def _columns(
             f"{int(num_real[example])} positions that are not padding, of {length} in total. "
             "Pass one of these positions."
         )
-    # Padding comes first, followed by the other positions, both in their original order.
+    # Padding comes first, followed by the other positions, both in their original order. Position
+    # −k is therefore the k-th from the end of this order.
     in_order = is_real.argsort(dim=1, stable=True)
     columns = torch.where(requested < 0, in_order.gather(1, requested % length), requested)
     is_padding = is_real.gather(1, columns) == 0
@@ -191,6 +185,37 @@ def _columns(
             "last position that is not padding)."
         )
     return columns
+
+
+def _for_each_example(requested: Tensor, batch: int) -> Int[Tensor, "batch p"]:
+    """Return one row of positions for each example."""
+    if requested.ndim == 2 and len(requested) != batch:
+        raise ValueError(
+            f"`positions` has shape {tuple(requested.shape)}, which is for "
+            f"{len(requested)} examples, but the inputs contain {batch} examples. "
+            "Pass one row per example, or a tensor [p] for all examples."
+        )
+    num_positions = requested.shape[-1] if requested.ndim else 1
+    return requested.reshape(-1, num_positions).expand(batch, -1)
+
+
+def _real_positions(
+    requested: Tensor, mask: Tensor | None, batch: int, length: int
+) -> Int[Tensor, "batch length"]:
+    """Return 1 for positions that are not padding, and 0 for padding.
+
+    A mask of another shape is ignored if no position counts from the end.
+    """
+    if mask is not None and mask.shape == (batch, length):
+        return (mask != 0).long()
+    if mask is not None and bool((requested < 0).any()):
+        raise ValueError(
+            "Negative positions are counted from the end of each sequence. The ends are "
+            f"unknown, because the outputs have {length} positions, but the "
+            f"attention_mask has shape {tuple(mask.shape)}. Pass positions from 0 to "
+            f"{length - 1}."
+        )
+    return requested.new_ones(batch, length)
 
 
 def _attention_mask(model: nn.Module, x: Inputs, length: int) -> Tensor | None:
