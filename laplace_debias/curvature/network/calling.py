@@ -170,18 +170,14 @@ def logits_of(outputs: Any) -> Tensor:
     its only tensor; the first entry of a tuple or list, or the second entry if the first is a loss,
     a single number (Hugging Face with `return_dict=False`).
     """
-    logits = outputs
-    if type(outputs) is Tensor:
-        pass  # This case comes first, because a plain tensor is by far the most common.
-    elif hasattr(outputs, "logits"):
-        logits = outputs.logits
-    elif isinstance(outputs, Mapping):
-        tensors = tensors_of(outputs)
-        logits = outputs.get("logits", tensors[0] if len(tensors) == 1 else None)
-    elif isinstance(outputs, (tuple, list)) and outputs:
-        is_loss = isinstance(outputs[0], Tensor) and outputs[0].ndim == 0 and len(outputs) > 1
-        logits = outputs[1] if is_loss else outputs[0]
-    if isinstance(logits, Tensor) and (logits.is_nested or logits.is_complex()):
+    logits = _logits_entry(outputs)
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"The model returned {_description(outputs)}. Wrap it in a module that returns a "
+            "tensor, an object with the attribute `logits`, a dict with the entry 'logits', or a "
+            "tuple that begins with the logits."
+        )
+    if logits.is_nested or logits.is_complex():
         kind = f"complex ({logits.dtype})"
         remedy = "converts them with torch.view_as_real"
         if logits.is_nested:
@@ -191,13 +187,24 @@ def logits_of(outputs: Any) -> Tensor:
             f"The model's outputs are {kind}, but a real tensor of shape [batch, ..., outputs] is "
             f"needed. Wrap the model in a module that {remedy}."
         )
-    if not isinstance(logits, Tensor):
-        raise TypeError(
-            f"The model returned {_description(outputs)}. Wrap it in a module that returns a "
-            "tensor, an object with the attribute `logits`, a dict with the entry 'logits', or a "
-            "tuple that begins with the logits."
-        )
     return logits.to(wide(logits.dtype))
+
+
+def _logits_entry(outputs: Any) -> Any:
+    """Return the part of a model's return value that `logits_of` describes, of any type."""
+    # This case comes first, because a plain tensor is by far the most common.
+    if type(outputs) is Tensor:
+        return outputs
+    if hasattr(outputs, "logits"):
+        return outputs.logits
+    if isinstance(outputs, Mapping):
+        tensors = tensors_of(outputs)
+        only_tensor = tensors[0] if len(tensors) == 1 else None
+        return outputs.get("logits", only_tensor)
+    if isinstance(outputs, (tuple, list)) and outputs:
+        begins_with_loss = isinstance(outputs[0], Tensor) and outputs[0].ndim == 0
+        return outputs[1] if begins_with_loss and len(outputs) > 1 else outputs[0]
+    return outputs
 
 
 def _description(outputs: Any) -> str:
