@@ -176,6 +176,31 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
         Whether the processes share the data through `ShardedBatches`.
     """
     check_joined()
+    _check_repeats_none(data)
+    check_dispatched(data)
+    if ranks.size == 1:
+        return False
+    batches: Any = getattr(data, "batch_sampler", None)
+    sharding = ""
+    if isinstance(batches, ShardedBatches) and batches.num_ranks > 1:
+        sharding = f"{(len(batches.data), batches.batch_size, batches.shuffle, batches.seed)}"
+    by_rank = ranks.exchange([sharding, _data_set_summary(data)])
+    shardings = [sharding for sharding, _ in by_rank]
+    if not any(shardings):
+        summaries = [summary for _, summary in by_rank]
+        check_all_different(summaries, "reads the same data set from end to end")
+    elif len(set(shardings)) > 1:
+        listed = ", ".join(f"rank {rank} {text or 'none'}" for rank, text in enumerate(shardings))
+        raise ValueError(
+            "ShardedBatches differs between the ranks. The values of (length of the "
+            f"data, batch_size, shuffle, seed) are: {listed}. Use the same values on "
+            "all ranks."
+        )
+    return any(shardings)
+
+
+def _check_repeats_none(data: Any) -> None:
+    """Require that a loader's sampler repeats no examples to give all processes equally many."""
     batches: Any = getattr(data, "batch_sampler", None)
     sampler = getattr(batches, "sampler", None) or getattr(data, "sampler", None)
     if isinstance(sampler, DistributedSampler):
@@ -196,25 +221,6 @@ def check_shared(ranks: Ranks, data: Any) -> bool:
             "batch_sampler=ShardedBatches(data, batch_size)) without `prepare`, or pass "
             "`even_batches=False` to accelerate, which both repeat no examples."
         )
-    check_dispatched(data)
-    if ranks.size == 1:
-        return False
-    sharding = ""
-    if isinstance(batches, ShardedBatches) and batches.num_ranks > 1:
-        sharding = f"{(len(batches.data), batches.batch_size, batches.shuffle, batches.seed)}"
-    by_rank = ranks.exchange([sharding, _data_set_summary(data)])
-    shardings = [sharding for sharding, _ in by_rank]
-    if not any(shardings):
-        summaries = [summary for _, summary in by_rank]
-        check_all_different(summaries, "reads the same data set from end to end")
-    elif len(set(shardings)) > 1:
-        listed = ", ".join(f"rank {rank} {text or 'none'}" for rank, text in enumerate(shardings))
-        raise ValueError(
-            "ShardedBatches differs between the ranks. The values of (length of the "
-            f"data, batch_size, shuffle, seed) are: {listed}. Use the same values on "
-            "all ranks."
-        )
-    return any(shardings)
 
 
 def has_uneven_shards(batches: Any) -> bool:
