@@ -489,8 +489,8 @@ def _basis_of_folds(
         mean_basis: The eigenbasis over all folds, which spans the ranges of the factors.
         dtype: The dtype in which the factors were computed.
     """
-    # Only the directions and the ratios of eigenvalues are used, so A is divided by the weight of all
-    # examples, too, even if only some of them have a position in the layer.
+    # Only the directions and the ratios of eigenvalues are used, so A is also divided by the weight
+    # of all examples, even if only some of them have a position in the layer.
     mean_G = _total(sums_by_fold, block, Side.G) / weight
     mean_A = _total(sums_by_fold, block, Side.A) / weight
     return Eigenbasis(
