@@ -202,13 +202,10 @@ class GpCurvature(DenseCurvature):
             accumulator = ProjectedMoments(context, U)
             totals = accumulate(accumulator, data)
             counts = ExampleCounts.for_update(information, num_data, totals)
-            remainder = earlier.diagonal.double()
-            earlier_values = earlier.magnitudes.double() + remainder
-            num_remaining = earlier.shape[0] - len(earlier_values)
-            earlier_trace = earlier_values.sum() + num_remaining * remainder
+            earlier_projected = _projected(earlier)
             projected = ProjectedCurvature(
-                moments=counts.mean(earlier_values.diag(), accumulator.sums),
-                trace=counts.mean(earlier_trace, accumulator.trace),
+                moments=counts.mean(earlier_projected.moments, accumulator.sums),
+                trace=counts.mean(earlier_projected.trace, accumulator.trace),
             )
             values, U = rotate_to_eigenvectors(context, U, projected.moments)
             return _assemble(context, projected, values, U), totals
@@ -405,6 +402,18 @@ def _basis(context: FitContext, inducing: InducingInputs, output: int | None) ->
     (coefficients,) = context.ranks.share(pairs, {DENSE_BLOCK: 0})[DENSE_BLOCK]
     assert coefficients is not None
     return InducingDirections(inducing, coefficients, output)
+
+
+def _projected(curvature: LowRankPlusDiagonal) -> ProjectedCurvature:
+    """Return a fitted curvature along its own directions, and its trace.
+
+    The diagonal is the curvature along each of the remaining directions.
+    """
+    remainder = curvature.diagonal.double()
+    eigenvalues = curvature.magnitudes.double() + remainder
+    num_remaining = curvature.shape[0] - len(eigenvalues)
+    trace = eigenvalues.sum() + num_remaining * remainder
+    return ProjectedCurvature(moments=eigenvalues.diag(), trace=trace)
 
 
 def _assemble(
