@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
@@ -221,16 +222,24 @@ class OperandRecorder(TorchFunctionMode):
             operands: Parameters with the factors that multiply them; the factor None means 1.
             output: The output of the operation.
         """
-        like = operands[0][0]
-        lead = output.ndim - like.ndim
-        parameter_dims = [dim for dim in range(lead, output.ndim) if like.shape[dim - lead] > 1]
-        order = [dim for dim in range(output.ndim) if dim not in parameter_dims] + parameter_dims
+        # All parameters of an operation have the same shape.
+        first_parameter = operands[0][0]
+        num_broadcast = output.ndim - first_parameter.ndim
+        position_dims = list(range(num_broadcast))
+        parameter_dims = []
+        for dim in range(num_broadcast, output.ndim):
+            if first_parameter.shape[dim - num_broadcast] > 1:
+                parameter_dims.append(dim)
+            else:
+                position_dims.append(dim)
+        order = position_dims + parameter_dims
 
-        def rows(x: Tensor) -> Tensor:
-            return x.permute(order).reshape(len(x), -1, like.numel())
+        def rows(x: Tensor) -> Float[Tensor, "batch positions size"]:
+            return x.permute(order).reshape(len(x), -1, first_parameter.numel())
 
         z = rows(output)
-        z = z if z.requires_grad else z.detach().requires_grad_()
+        if not z.requires_grad:
+            z = z.detach().requires_grad_()
         layer_output = LayerOutput.from_tensor(z)
         for operand, factor in operands:
             if not isinstance(factor, Tensor):
@@ -240,5 +249,6 @@ class OperandRecorder(TorchFunctionMode):
             name = self._names[id(parameter)]
             self._layer_calls.append(LayerCall(name, x, layer_output, x._version))
         # The forward pass continues with a copy, which it may overwrite.
-        back = sorted(range(output.ndim), key=order.__getitem__)
-        return z.clone().reshape([output.shape[dim] for dim in order]).permute(back)
+        permuted = z.clone().reshape([output.shape[dim] for dim in order])
+        inverse_order = sorted(range(output.ndim), key=order.__getitem__)
+        return permuted.permute(inverse_order)
