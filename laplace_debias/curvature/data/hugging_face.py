@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.data.forward_arguments import ForwardArguments
@@ -109,38 +110,53 @@ def label_positions(model: nn.Module, named: dict[str, Any], labels: Tensor) -> 
     model_with_loss = _outermost_with_loss(model)
     if model_with_loss is None:
         return LabelPositions()
-    twin = shared_copy(model_with_loss)
+    gradient = _gradient_of_last_label(model_with_loss, named, labels)
+    positions = gradient.flatten(1).abs().amax(1).nonzero().flatten().tolist()
     last = labels.shape[1] - 1
+    num_virtual = max(0, len(gradient) - labels.shape[1])
+    if positions not in ([last + num_virtual], [last + num_virtual - 1]):
+        raise ValueError(
+            f"The labels of {type(model_with_loss).__name__} cannot be matched with its outputs, "
+            f"because its loss compares the label at position {last} with the logits of "
+            f"{positions}. Pass `batch=`, a function that converts a batch to (inputs, targets), "
+            "and shift the targets in it, so that each target has the position of the output that "
+            "predicts it."
+        )
+    return LabelPositions(num_virtual, is_shifted=positions != [last + num_virtual])
+
+
+def _gradient_of_last_label(
+    model: nn.Module, named: dict[str, Any], labels: Tensor
+) -> Float[Tensor, "positions *classes"]:
+    """Compute the gradient of a model's own loss with respect to the first example's logits.
+
+    Only the last position of the example has a label.
+    """
+    twin = shared_copy(model)
     weights = [
         parameter.requires_grad_() for parameter in twin.parameters() if can_require_grad(parameter)
     ]
-    parameters = inspect.signature(model_with_loss.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     # Only PEFT's models receive all entries of the batch, because they pass on all arguments. The
     # models of transformers accept arbitrary arguments as well, but entries that are not in their
     # signature may be meant for a user's wrapper.
-    takes_any = any(name.startswith("peft.") for name in _class_names(model_with_loss))
+    takes_any = any(name.startswith("peft.") for name in _class_names(model))
     inputs = {name: value for name, value in named.items() if takes_any or name in parameters}
     example: Any = take(move(inputs, weights[0].device, None), slice(0, 1))
-    marked = torch.full_like(labels[:1], IGNORED, device=weights[0].device)
-    marked[0, last] = 0
+    last_label = torch.full_like(labels[:1], IGNORED, device=weights[0].device)
+    last_label[0, -1] = 0
     with torch.enable_grad():
-        outputs = twin(**example, labels=marked)
-    is_tuple = isinstance(outputs, tuple)
-    loss, logits = outputs[:2] if is_tuple else (outputs.loss, outputs.logits)
+        outputs = twin(**example, labels=last_label)
+    if isinstance(outputs, tuple):
+        loss, logits = outputs[:2]
+    else:
+        loss = outputs.loss
+        logits = outputs.logits
     # Outputs that are NaN are rejected, because their gradient is NaN even if the loss ignores
     # them.
     check_outputs(logits)
     (gradient,) = torch.autograd.grad(loss.sum(), logits)
-    read = gradient[0].flatten(1).abs().amax(1).nonzero().flatten().tolist()
-    num_virtual = max(0, logits.shape[1] - labels.shape[1])
-    if read not in ([last + num_virtual], [last + num_virtual - 1]):
-        raise ValueError(
-            f"The labels of {type(model_with_loss).__name__} cannot be matched with its outputs, "
-            f"because its loss compares the label at position {last} with the logits of {read}. "
-            "Pass `batch=`, a function that converts a batch to (inputs, targets), and shift the "
-            "targets in it, so that each target has the position of the output that predicts it."
-        )
-    return LabelPositions(num_virtual, is_shifted=read != [last + num_virtual])
+    return gradient[0]
 
 
 def _outermost_with_loss(model: nn.Module) -> nn.Module | None:
