@@ -53,19 +53,13 @@ class RepeatableBatches:
         self._device = device
         self._marks: list[str] = []
         self.sizes: list[int] = []
-        weight = 0.0
-        for batch in stream:
-            if any(x.isnan().any() for x in (*tensors_of(batch.inputs), batch.targets)):
-                raise ValueError(f"Batch {batch.number} contains NaN. Remove these examples.")
-            self.sizes.append(batch.num_examples)
-            self._marks.append(batch.mark)
-            weight += batch.total_weight
+        own_weight = self._read_once()
         if not self.sizes:
             raise ValueError(_EMPTY if ranks.size == 1 else _NO_PART)
         if not is_shared:
             check_all_different(ranks.exchange(self._marks[0]), "begins with the same batch")
         self.num_examples = sum(ranks.exchange(sum(self.sizes)))
-        self.total_weight = sum(ranks.exchange(weight))
+        self.total_weight = sum(ranks.exchange(own_weight))
         if not self.total_weight:
             raise ValueError(
                 "The weights of all examples are zero. Pass a positive weight for at least one "
@@ -78,6 +72,17 @@ class RepeatableBatches:
                 "`num_data=`, or check drop_last and the sampler."
             )
         self.first()
+
+    def _read_once(self) -> float:
+        """Record the size and the mark of each batch, and return the weight of all examples."""
+        total_weight = 0.0
+        for batch in self._stream:
+            if any(x.isnan().any() for x in (*tensors_of(batch.inputs), batch.targets)):
+                raise ValueError(f"Batch {batch.number} contains NaN. Remove these examples.")
+            self.sizes.append(batch.num_examples)
+            self._marks.append(batch.mark)
+            total_weight += batch.total_weight
+        return total_weight
 
     def __iter__(self) -> Iterator[Batch]:
         """Read the data once, on the model's device.
