@@ -36,29 +36,22 @@ class AttentionRule(LayerRule):
         prefix = f"{path}." if path else ""
         name = prefix + key
         is_bias = parameter.ndim == 1
-        kind = "bias" if is_bias else self.kind
-        d_in = 1 if is_bias else parameter.shape[1]
-        if not key.startswith("in_proj"):
-            projection = next(p for p in _PROJECTIONS if key.startswith(p[0]))
-            block = Block(
-                name=name,
-                parameters=(name,),
-                layer=prefix + projection,
-                rule=_PROJECTION,
-                shape=(parameter.shape[0], d_in),
-                kind=kind,
-                sharing=sharing,
-            )
-            return [block]
+        is_packed = key.startswith("in_proj")
+        projections: Sequence[str] = _PROJECTIONS
+        if not is_packed:
+            projections = [p for p in _PROJECTIONS if key.startswith(p[0])]
         blocks = []
-        for index, projection in enumerate(_PROJECTIONS):
+        for index, projection in enumerate(projections):
             block = Block(
-                name=f"{name}[{index}]",
+                name=f"{name}[{index}]" if is_packed else name,
                 parameters=(name,),
                 layer=prefix + projection,
                 rule=_PROJECTION,
-                shape=(parameter.shape[0] // 3, d_in),
-                kind=kind,
+                shape=(
+                    parameter.shape[0] // len(projections),
+                    1 if is_bias else parameter.shape[1],
+                ),
+                kind="bias" if is_bias else self.kind,
                 group=index,
                 sharing=sharing,
                 is_vector=is_bias,
