@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Int
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -52,34 +53,42 @@ def _embedding_bag(
             include_last_offset,
             padding_idx,
         )
-    entries = torch.arange(input.numel(), device=input.device)
-    if offsets is None:
-        num_bags = input.shape[0]
-        bags = entries.div(max(input.shape[1], 1), rounding_mode="floor")
-    else:
-        starts = offsets[:-1] if include_last_offset else offsets
-        num_bags = len(starts)
-        bags = torch.searchsorted(starts, entries.to(starts.dtype), right=True) - 1
+    bags, num_bags = _bags_of_entries(input, offsets, include_last_offset)
     rows = F.embedding(input.flatten(), weight)
     counts = torch.ones_like(bags)
     if padding_idx is not None:
         counts = (input.flatten() != padding_idx % len(weight)).to(bags.dtype)
-    sums = rows.new_zeros(num_bags, weight.shape[1])
     if mode == "max":
         # Padding entries are put into an additional bag.
         bags = torch.where(counts > 0, bags, num_bags)
-        sums = rows.new_zeros(num_bags + 1, weight.shape[1])
+        largest = rows.new_zeros(num_bags + 1, weight.shape[1])
         index = bags.unsqueeze(1).expand_as(rows)
-        return sums.scatter_reduce(0, index, rows, "amax", include_self=False)[:-1]
+        return largest.scatter_reduce(0, index, rows, "amax", include_self=False)[:-1]
     factors = counts.to(rows.dtype)
     if per_sample_weights is not None:
         factors = factors * per_sample_weights.flatten()
+    sums = rows.new_zeros(num_bags, weight.shape[1])
     sums = sums.index_add(0, bags, rows * factors.unsqueeze(1))
     if mode == "sum":
         return sums
     sizes = torch.zeros(num_bags, dtype=counts.dtype, device=counts.device)
     sizes = sizes.index_add(0, bags, counts).clamp_min(1)
     return sums / sizes.unsqueeze(1)
+
+
+def _bags_of_entries(
+    input: Tensor, offsets: Tensor | None, include_last_offset: bool
+) -> tuple[Int[Tensor, " entries"], int]:
+    """Return the index of the bag of each entry, and the number of bags.
+
+    Without offsets, each row of the input is a bag. Otherwise, `offsets` are the first entries of
+    the bags, followed by the number of entries if `include_last_offset` is true.
+    """
+    entries = torch.arange(input.numel(), device=input.device)
+    if offsets is None:
+        return entries.div(max(input.shape[1], 1), rounding_mode="floor"), input.shape[0]
+    starts = offsets[:-1] if include_last_offset else offsets
+    return torch.searchsorted(starts, entries.to(starts.dtype), right=True) - 1, len(starts)
 
 
 def _pairwise_distances(input: Tensor, p: float = 2.0) -> Tensor:
