@@ -122,12 +122,10 @@ class InducingInputs:
             outputs = forward_pass.outputs
             check_outputs(outputs)
             for first in range(0, num_columns, columns_at_once):
-                columns = torch.tensor(output_columns[first : first + columns_at_once])
-                units = outputs.new_zeros(len(columns), len(outputs), self.num_outputs)
-                units[torch.arange(len(columns)), :, columns] = 1
-                vectors = units.unflatten(2, outputs.shape[1:])
-                keeps_graph = first + len(columns) < num_columns
-                records = forward_pass.backward(vectors, keeps_graph)
+                columns = output_columns[first : first + columns_at_once]
+                is_last = first + len(columns) == num_columns
+                units = _unit_cotangents(outputs, columns)
+                records = forward_pass.backward(units, keep_graph=not is_last)
                 rows = {record.block: block_rows(record).flatten(0, 1) for record in records}
                 check_finite(rows)
                 start = begin * num_columns + first
@@ -148,6 +146,15 @@ class InducingInputs:
     def own_kernel(self, output: int | None = None) -> Float[Tensor, "inducing_rows inducing_rows"]:
         """Compute J_Z J_Zᵀ; if `output` is passed, only the rows of this output are used."""
         return torch.cat([self.kernel(rows, output) for _, rows in self.rows(output)])
+
+
+def _unit_cotangents(
+    outputs: Float[Tensor, "batch *outputs"], columns: range
+) -> Float[Tensor, "columns batch *outputs"]:
+    """Return a cotangent for each column, which is 1 at this output of every example."""
+    units = outputs.new_zeros(len(columns), len(outputs), outputs[0].numel())
+    units[torch.arange(len(columns)), :, torch.tensor(columns)] = 1
+    return units.unflatten(2, outputs.shape[1:])
 
 
 def _rows_of_output(
