@@ -67,29 +67,46 @@ def _is_zero(node: Any) -> Tensor:
 
 
 def _is_differentiated(value: Tensor, leaves: tuple[Tensor, ...], nodes: list[Any]) -> bool:
-    """Whether a loss depends on norms that are 0 and whose vectors depend on the leaves."""
+    """Whether a loss depends on norms that are 0 and whose vectors depend on the leaves.
+
+    Random numbers are passed back from the vectors of those norms on which the loss depends, and
+    zeros from everywhere else. They reach the leaves only if such a vector depends on the leaves.
+    """
+    used_norms = _used_norms(value, leaves, nodes)
+    for node in nodes:
+        _inject_at(node, _is_zero(node) & used_norms[node])
+    gradients = torch.autograd.grad(value, leaves, torch.zeros_like(value), allow_unused=True)
+    return any(bool((gradient != 0).any()) for gradient in gradients if gradient is not None)
+
+
+def _used_norms(value: Tensor, leaves: tuple[Tensor, ...], nodes: list[Any]) -> dict[Any, Tensor]:
+    """Return, for each node, a mask of its norms with a cotangent in a first or second derivative.
+
+    The first derivative of a squared norm is 0 at 0, so only the second derivative reveals it.
+    """
     cotangents: dict[Any, list[Tensor]] = {node: [] for node in nodes}
     handles = [
         node.register_prehook(lambda gradients, node=node: cotangents[node].append(gradients[0]))
         for node in nodes
     ]
     torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
-    # Differentiate twice: the first derivative of a squared norm is 0 at 0, so only the second
-    # derivative reveals the norm.
-    first = [cotangent for passed in cotangents.values() for cotangent in passed]
-    first = [cotangent for cotangent in first if cotangent.requires_grad]
-    if first:
-        weights = [_draw_like(cotangent) for cotangent in first]
-        torch.autograd.grad(first, leaves, weights, retain_graph=True, allow_unused=True)
+    first_cotangents = [
+        cotangent
+        for node_cotangents in cotangents.values()
+        for cotangent in node_cotangents
+        if cotangent.requires_grad
+    ]
+    if first_cotangents:
+        weights = [_draw_like(cotangent) for cotangent in first_cotangents]
+        torch.autograd.grad(first_cotangents, leaves, weights, retain_graph=True, allow_unused=True)
     for handle in handles:
         handle.remove()
+    used_norms: dict[Any, Tensor] = {}
     for node in nodes:
-        is_used = torch.zeros_like(node._saved_result, dtype=torch.bool)
+        used_norms[node] = torch.zeros_like(node._saved_result, dtype=torch.bool)
         for cotangent in cotangents[node]:
-            is_used |= cotangent.detach() != 0
-        _inject_at(node, _is_zero(node) & is_used)
-    gradients = torch.autograd.grad(value, leaves, torch.zeros_like(value), allow_unused=True)
-    return any(bool((gradient != 0).any()) for gradient in gradients if gradient is not None)
+            used_norms[node] |= cotangent.detach() != 0
+    return used_norms
 
 
 def _inject_at(node: Any, norms: Tensor) -> None:
