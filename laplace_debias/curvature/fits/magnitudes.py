@@ -219,28 +219,37 @@ def ekfac_magnitudes(
     """
     block = record.block
     is_linear = block.rule.is_linear and not block.is_vector
-    total: Tensor | None = None
     if is_linear and len(record.inputs) == 1 and record.inputs[0].ndim == 2:
         # With one position, the square of the outer product is the outer product of the squares.
         activations = block.rule.activations(record.layer, block, record.inputs[0])
         a = input_directions.coordinates(activations[:, 0])
         rows = output_directions.coordinates(record.columns()[0][..., 0])
-        total = rows.square().sum(0).T @ a.square()
+        squares = rows.square().sum(0).T @ a.square()
     else:
-        shape = output_directions.num_coordinates, input_directions.num_coordinates
-        for _, J, columns in rotated_jacobians(record, output_directions, input_directions):
-            squares = J.square().sum((0, 1))
-            if total is None and columns is None and squares.shape[-2:] == shape:
-                total = squares
-                continue
-            if total is None:
-                total = squares.new_zeros(*squares.shape[:-2], *shape)
-            if columns is None:
-                total[..., : squares.shape[-2], : squares.shape[-1]] += squares
-            else:
-                total.index_add_(1, columns, squares)
+        squares = _squared_coordinates(record, output_directions, input_directions)
+    return output_directions.pool(input_directions.pool(squares).mT).mT
+
+
+def _squared_coordinates(
+    record: BlockRecord, output_directions: Directions, input_directions: Directions
+) -> Float[Tensor, "*groups d_out_coordinates d_in_coordinates"]:
+    """Sum the squares of a Jacobian's coordinates over the columns and the examples."""
+    shape = output_directions.num_coordinates, input_directions.num_coordinates
+    total: Tensor | None = None
+    for _, J, columns in rotated_jacobians(record, output_directions, input_directions):
+        squares = J.square().sum((0, 1))
+        if total is None and columns is None and squares.shape[-2:] == shape:
+            total = squares
+            continue
+        if total is None:
+            total = squares.new_zeros(*squares.shape[:-2], *shape)
+        if columns is None:
+            # Rows and columns that are left out are zero.
+            total[..., : squares.shape[-2], : squares.shape[-1]] += squares
+        else:
+            total.index_add_(1, columns, squares)
     assert total is not None
-    return output_directions.pool(input_directions.pool(total).mT).mT
+    return total
 
 
 class _DroppedSquares(SquaredGradients):
