@@ -74,7 +74,11 @@ def _rotated_slice(
     input_directions: Directions,
     apart: bool,
 ) -> Float[Tensor, "part columns *groups rows some_d_in"]:
-    """Compute the Jacobian of the given examples in the eigenbasis."""
+    """Compute the Jacobian of the given examples in the eigenbasis.
+
+    The activations are always rotated before the product with the output gradients. The gradients
+    are rotated before the product or, if this takes less time, after it.
+    """
     block = record.block
     layer = record.layer
     rule = block.rule
