@@ -287,16 +287,13 @@ class PoissonLogNormal(_Counts):
             return poisson_cdf(tensors[0], tensors[1].exp())
         counts, mean, variance = (tensor.unsqueeze(-1) for tensor in tensors)
         gamma_shape = counts.clamp_min(0) + 1
-        nodes, weights = (tensor.to(mean) for tensor in _hermite())
-        rates = (mean + (2 * variance).sqrt() * nodes).exp()
-        by_rates = weights / math.sqrt(math.pi) * torch.special.gammaincc(gamma_shape, rates)
-        shifts, falls, weights = _around_mode(gamma_shape.log(), torch.zeros_like(gamma_shape))
-        density = (_log_density_at_mode(gamma_shape) - falls).exp()
-        deviation = torch.where(variance == 0, 1.0, variance).sqrt()
-        below_node = torch.special.ndtr((gamma_shape.log() + shifts - mean) / deviation)
-        by_gamma = weights * density * below_node
-        is_narrower = (variance * gamma_shape <= 1).squeeze(-1)
-        below = torch.where(is_narrower, by_rates.sum(-1), by_gamma.sum(-1))
+        # On a logarithmic scale, the variance of the gamma variable is about 1 / shape.
+        is_rate_narrower = (variance * gamma_shape <= 1).squeeze(-1)
+        below = torch.where(
+            is_rate_narrower,
+            _cdf_by_rates(gamma_shape, mean, variance),
+            _cdf_by_gamma(gamma_shape, mean, variance),
+        )
         return torch.where(counts.squeeze(-1) < 0, 0.0, below).clamp(0, 1)
 
 
@@ -317,6 +314,33 @@ class PoissonMixture(_Counts, MixtureSameFamily):
     def _cdf(self, counts: Tensor) -> Tensor:
         """Compute the mean of the components' distribution functions."""
         return poisson_cdf(counts.unsqueeze(-1), self._rates.double()).mean(-1)
+
+
+def _cdf_by_rates(
+    gamma_shape: Float[Tensor, "*batch 1"],
+    mean: Float[Tensor, "*batch 1"],
+    variance: Float[Tensor, "*batch 1"],
+) -> Float[Tensor, " *batch"]:
+    """Integrate P(λ < g) over the log-normal rate λ, with nodes for its normal logarithm."""
+    nodes, weights = (tensor.to(mean) for tensor in _hermite())
+    rates = (mean + (2 * variance).sqrt() * nodes).exp()
+    above_rate = torch.special.gammaincc(gamma_shape, rates)
+    return (weights / math.sqrt(math.pi) * above_rate).sum(-1)
+
+
+def _cdf_by_gamma(
+    gamma_shape: Float[Tensor, "*batch 1"],
+    mean: Float[Tensor, "*batch 1"],
+    variance: Float[Tensor, "*batch 1"],
+) -> Float[Tensor, " *batch"]:
+    """Integrate P(λ < g) over the gamma variable g, with nodes for its logarithm."""
+    mode = gamma_shape.log()
+    shifts, falls, weights = _around_mode(mode, torch.zeros_like(gamma_shape))
+    density = (_log_density_at_mode(gamma_shape) - falls).exp()
+    # A variance of zero is replaced, because the other quadrature is used for it.
+    deviation = torch.where(variance == 0, 1.0, variance).sqrt()
+    below_node = torch.special.ndtr((mode + shifts - mean) / deviation)
+    return (weights * density * below_node).sum(-1)
 
 
 def _log_density_at_mode(shape: Tensor) -> Tensor:
@@ -349,15 +373,7 @@ def _around_mode(
         The nodes u, the values r(u), and the weights.
     """
     rate = log_rate.exp()
-    with torch.no_grad():
-        square = 2 * _LARGEST_FALL
-        # r is at least a u² / 3 for u between -1 and 0, and at least a (|u| - 1) for u below -1.
-        near_mode = (1.5 * square / rate).sqrt()
-        by_rate = torch.where(near_mode < 1, near_mode, 1 + _LARGEST_FALL / rate)
-        left = torch.minimum(by_rate, (square / precision).sqrt())
-        # r is at least (a + c) u² / 2 for u above 0, and at least a eᵘ / 2 for u above 2.
-        by_rate = (math.log(square) - log_rate).clamp_min(2)
-        right = torch.minimum(by_rate, (square / (rate + precision)).sqrt())
+    left, right = _reach(log_rate, precision)
     nodes, weights = (tensor.to(rate) for tensor in _legendre())
     # Map the nodes from [-1, 1] to [0, 1].
     nodes = (1 + nodes) / 2
@@ -371,6 +387,27 @@ def _around_mode(
     far = (log_rate + u).exp() - rate * (1 + u)
     falls = torch.where(u < 1, near, far) + precision * u.square() / 2
     return u, falls, torch.cat([left * weights, right * weights], -1)
+
+
+@torch.no_grad()
+def _reach(
+    log_rate: Float[Tensor, "*batch 1"], precision: Float[Tensor, "*batch 1"]
+) -> tuple[Float[Tensor, "*batch 1"], Float[Tensor, "*batch 1"]]:
+    """Return distances on the left and on the right of 0 at which r is at least 36.
+
+    See `_around_mode` for the function r and the arguments. The distances are bounds, computed from
+    simpler functions that r exceeds.
+    """
+    rate = log_rate.exp()
+    square = 2 * _LARGEST_FALL
+    # r is at least a u² / 3 for u between -1 and 0, and at least a (|u| - 1) for u below -1.
+    near_mode = (1.5 * square / rate).sqrt()
+    left_by_rate = torch.where(near_mode < 1, near_mode, 1 + _LARGEST_FALL / rate)
+    left = torch.minimum(left_by_rate, (square / precision).sqrt())
+    # r is at least (a + c) u² / 2 for u above 0, and at least a eᵘ / 2 for u above 2.
+    right_by_rate = (math.log(square) - log_rate).clamp_min(2)
+    right = torch.minimum(right_by_rate, (square / (rate + precision)).sqrt())
+    return left, right
 
 
 @lru_cache(maxsize=1)
