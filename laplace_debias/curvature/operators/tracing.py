@@ -54,13 +54,20 @@ def trace(
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    # For each output of `flat`, the index of the result of `function` that contains it. It is known
+    # once `flat` has been recorded.
     groups: list[int] = []
 
     def flat(*arguments: Tensor) -> tuple[Tensor, ...]:
+        """Call the function with separate tensors, which `make_fx` requires."""
         remaining = iter(arguments)
         results = function(*[[next(remaining) for _ in vector] for vector in (points, *vectors)])
-        groups[:] = [k for k, result in enumerate(results) for _ in result]
-        return tuple(x for result in results for x in result)
+        groups.clear()
+        outputs: list[Tensor] = []
+        for index, result in enumerate(results):
+            outputs += result
+            groups.extend([index] * len(result))
+        return tuple(outputs)
 
     # Recording distinguishes tensors by identity, so each argument must be a separate object.
     arguments = [x.detach() for x in points]
@@ -79,8 +86,8 @@ def trace(
     _simplify(graph)
     graph.eliminate_dead_code()
     owners = [-1] * len(points)
-    for k, vector in enumerate(vectors):
-        owners += [k] * len(vector)
+    for index, vector in enumerate(vectors):
+        owners += [index] * len(vector)
     return _split(graph_module, _dependencies(graph, owners), groups)
 
 
