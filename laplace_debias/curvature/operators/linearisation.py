@@ -1,7 +1,7 @@
 """Networks that are linearised once per batch and multiplied many times."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -315,34 +315,49 @@ def gradients(
     batched: bool = False,
     create_graph: bool = False,
 ) -> Tensors:
-    """Compute Σ_i (∂outputs_i / ∂inputs)ᵀ cotangents_i."""
-    lead = cotangents[0].shape[:1] if batched else ()
+    """Compute Σ_i (∂outputs_i / ∂inputs)ᵀ cotangents_i.
+
+    Args:
+        outputs: The outputs.
+        inputs: The inputs, on which the outputs need not depend.
+        cotangents: A cotangent for each output; if batched, several along a first dimension.
+        batched: Whether there are several cotangents for each output.
+        create_graph: Whether the result can be differentiated.
+    """
     pairs = [(f, c) for f, c in zip(outputs, cotangents, strict=True) if f.requires_grad]
     sums: Sequence[Tensor | None] = [None] * len(inputs)
     if pairs:
-        try:
-            with quiet() if batched else nullcontext():
-                sums = torch.autograd.grad(
-                    [f for f, _ in pairs],
-                    inputs,
-                    [c for _, c in pairs],
-                    retain_graph=True,
-                    create_graph=create_graph,
-                    is_grads_batched=batched,
-                    allow_unused=True,
-                )
-        except RuntimeError as error:
-            if "not implemented" not in str(error):
-                raise
-            raise NotImplementedError(
-                'Operators and `method="glm-mc"` need second derivatives of the model, '
-                "but torch cannot compute them for one of the model's operations "
-                f"({error}). Replace this operation, or use Laplace or KFAC, which need "
-                "only first derivatives."
-            ) from error
-    return [
-        x.new_zeros(*lead, *x.shape) if g is None else g for x, g in zip(inputs, sums, strict=True)
-    ]
+        with _explained_missing_derivatives(), quiet() if batched else nullcontext():
+            sums = torch.autograd.grad(
+                [f for f, _ in pairs],
+                inputs,
+                [c for _, c in pairs],
+                retain_graph=True,
+                create_graph=create_graph,
+                is_grads_batched=batched,
+                allow_unused=True,
+            )
+    batch_shape = cotangents[0].shape[:1] if batched else ()
+    products: list[Tensor] = []
+    for x, product in zip(inputs, sums, strict=True):
+        products.append(x.new_zeros(*batch_shape, *x.shape) if product is None else product)
+    return products
+
+
+@contextmanager
+def _explained_missing_derivatives() -> Iterator[None]:
+    """Explain the error of an operation that torch cannot differentiate twice."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "not implemented" not in str(error):
+            raise
+        raise NotImplementedError(
+            'Operators and `method="glm-mc"` need second derivatives of the model, '
+            "but torch cannot compute them for one of the model's operations "
+            f"({error}). Replace this operation, or use Laplace or KFAC, which need "
+            "only first derivatives."
+        ) from error
 
 
 def _graph_bytes(roots: Tensors, not_counted: Tensors) -> int:
