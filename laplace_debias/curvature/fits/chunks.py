@@ -240,7 +240,7 @@ class ChunkRunner:
         """Run a chunk forward and back, and pass its records to the accumulator.
 
         Every record's key is put into `chunk.added` immediately, because memory may run out before
-        the next record. Blocks without a record count as zero for these examples.
+        the next record.
 
         Args:
             batch: The batch.
@@ -288,16 +288,23 @@ class ChunkRunner:
                     )
                     self._add(record, presence, totals)
                     chunk.added.add(key)
-            for block in context.blocks:
-                key = (block, group_index)
-                if key not in chunk.added:
-                    self._accumulator.skip(block, chunk_batch.num_examples, len(group))
-                    if is_first and presence is not None and not block.is_vector:
-                        totals.add_input_weight(block, 0.0)
-                    chunk.added.add(key)
+            self._add_zeros(chunk, group_index, len(group), totals)
         totals.nll = totals.nll + root.loss
         totals.weight += chunk_batch.total_weight
         totals.num_outputs += outputs[0].numel() * chunk_batch.total_weight
+
+    def _add_zeros(
+        self, chunk: Chunk, group_index: int, num_columns: int, totals: DataTotals
+    ) -> None:
+        """Account for the blocks without a record in a group of columns; they count as zero."""
+        for block in self._context.blocks:
+            key = (block, group_index)
+            if key in chunk.added:
+                continue
+            self._accumulator.skip(block, chunk.size, num_columns)
+            if group_index == 0 and self._presence is not None and not block.is_vector:
+                totals.add_input_weight(block, 0.0)
+            chunk.added.add(key)
 
     def _add(self, record: BlockRecord, presence: ChunkPresence | None, totals: DataTotals) -> None:
         """Pass a record to the accumulator, and the weight of its examples in A to the totals.
