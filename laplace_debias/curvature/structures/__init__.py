@@ -59,9 +59,9 @@ def curvature_structure(
             "Remove `independent_outputs=`."
         )
     elif inducing is not None:
-        *names, last = [f'"{key}"' for key, value in STRUCTURES.items() if value.takes_inducing]
+        names = [f'"{key}"' for key, value in STRUCTURES.items() if value.takes_inducing]
         raise ValueError(
-            f"`inducing` applies only to curvature={', '.join([*names, last])}, got {name!r}. "
+            f"`inducing` applies only to curvature={', '.join(names)}, got {name!r}. "
             "Remove `inducing=`."
         )
     return structure(**options)
