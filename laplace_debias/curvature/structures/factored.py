@@ -129,10 +129,15 @@ def _factored_bytes(block: Block, context: FitContext, num_rows: NumRows) -> Blo
     kept_magnitudes = block.num_groups
     for key in factor_keys(block):
         d = key.size
-        num_entries, rows = _sizes(key, num_rows)
+        num_entries, factor_rows = _sizes(key, num_rows)
         factors += num_entries
-        magnitudes *= d if rows is None else rows + 1
-        num_directions = d if rows is None else rows
+        num_directions = d
+        num_magnitudes = d
+        if factor_rows is not None:
+            # The directions that the rows do not span share one magnitude.
+            num_directions = factor_rows
+            num_magnitudes = factor_rows + 1
+        magnitudes *= num_magnitudes
         if not _is_axes(key):
             if block.rank is not None and 2 * block.rank < d:
                 num_directions = min(num_directions, block.rank)
