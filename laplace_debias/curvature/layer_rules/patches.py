@@ -132,9 +132,11 @@ def patch_moments(
         image = x[:, :, row_phase :: rows.stride, column_phase :: columns.stride]
         if image.numel():
             images[row_phase, column_phase] = image.contiguous(memory_format=layout)
-    for phases in itertools.combinations_with_replacement(images, 2):
-        image, partner = (images[phase] for phase in phases)
-        for (i, k), (j, m), product in _products_of_offsets(rows, columns, phases, image, partner):
+    for first, second in itertools.combinations_with_replacement(images, 2):
+        products = _products_of_offsets(
+            rows, columns, (first, second), images[first], images[second]
+        )
+        for (i, k), (j, m), product in products:
             A[i, j, k, m] = product
             A[k, m, i, j] = product.T
     return A.permute(4, 0, 1, 5, 2, 3).reshape(channels * rows.size * columns.size, -1)
