@@ -243,6 +243,12 @@ class ForwardPass:
         Small gradients are computed faster if all cotangents are pushed back together. Large
         gradients do not fit in the processor's cache, so convolutions are faster for one cotangent
         at a time.
+
+        Args:
+            tensor: The tensor that is differentiated, in general the outputs of the network.
+            targets: The outputs of layers, by their `id`.
+            columns: The cotangents, `[K, *tensor.shape]`.
+            keep_graph: Whether further cotangents will follow.
         """
         if not tensor.requires_grad or not targets:
             return {}
