@@ -152,8 +152,12 @@ class Block:
         """The shapes of G and A; the shape of A is `()` for the block of a vector."""
         d_out, d_in = self.shape
         G = (d_out,) if self.has_diagonal_G else (*self.groups, d_out, d_out)
-        A = (d_in,) if self.has_diagonal_A else (*self.groups, d_in, d_in)
-        return G, () if self.is_vector else A
+        A: tuple[int, ...] = (*self.groups, d_in, d_in)
+        if self.is_vector:
+            A = ()
+        elif self.has_diagonal_A:
+            A = (d_in,)
+        return G, A
 
 
 ModuleTypes = tuple[type[nn.Module] | str, ...]
