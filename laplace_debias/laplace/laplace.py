@@ -927,6 +927,7 @@ class Laplace(Predictor):
         *,
         joint: bool = False,
         positions: Positions | None = None,
+        differentiable: bool = False,
     ) -> Float[Tensor, "samples batch *outputs"]:
         """Draw samples of the outputs, `[n, B, ..., C]`: logits, or means of regression targets.
 
@@ -946,6 +947,8 @@ class Laplace(Predictor):
                 sampling. This decomposes the covariance of all outputs at all inputs,
                 `[B·C, B·C]`. By default, the samples at different inputs are independent.
             positions: Only some positions of the outputs; see `predict`.
+            differentiable: Whether gradients flow back to the inputs. Possible only for `"nn"`. The
+                activations of all samples are kept in memory.
 
         Raises:
             ValueError: If the method is `"map"`, which has no samples. Also raises the errors of
@@ -959,7 +962,7 @@ class Laplace(Predictor):
                 '`method="map"` is the trained network, which has no samples. Use "glm", "glm-mc" '
                 'or "nn".'
             )
-        sampled = PredictionMethod(method, n, generator, positions)
+        sampled = PredictionMethod(method, n, generator, positions, differentiable)
         fit = FitWithLink(self.fitted, None)
         with torch.inference_mode(False):
             if not (joint and sampled.name == "glm"):

@@ -411,16 +411,30 @@ def test_draws_from_a_singular_covariance_have_no_gradients():
     assert draws[:, 0].std(0).all()
 
 
-def test_networks_with_drawn_weights_have_no_gradients_with_respect_to_the_inputs():
-    la = Laplace(network(), "classification", "all", "kron", enable_backprop=True)
-    la.fit(loader("classification"))
-    x = torch.randn(3, 3, dtype=torch.float64)
-    assert la(x, pred_type="nn", link_approx="mc").shape == (3, 2)
-    x.requires_grad_()
-    with pytest.raises(NotImplementedError, match=r'pred_type="nn". have no gradients'):
-        la(x, pred_type="nn", link_approx="mc")
-    with torch.no_grad():
-        assert la(x, pred_type="nn", link_approx="mc").shape == (3, 2)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("subset", SUBSETS)
+def test_networks_with_drawn_weights_have_the_gradients_of_laplace_torch(likelihood, subset):
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double().eval()
+    options = {"subset_of_weights": subset, "hessian_structure": "diag", "enable_backprop": True}
+    posteriors = fitted(likelihood, model, **options)
+    parameters = posteriors[0].sample(20)
+    gradients = []
+    for la in posteriors:
+        # Both libraries draw the same parameters.
+        drawn = la.posterior.posterior if isinstance(la, Laplace) else la
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(drawn), "sample", lambda *_: parameters)
+            x = loader(likelihood).dataset.tensors[0].clone().requires_grad_()
+            # laplace-torch keeps the graph only in this method.
+            draws = la.predictive_samples(x, "nn", n_samples=20)
+            (gradient,) = torch.autograd.grad(draws.square().sum(), x)
+            gradients.append(gradient)
+            with torch.no_grad():
+                assert not la.predictive_samples(x, "nn", n_samples=20).requires_grad
+    close(*gradients)
+    prediction = posteriors[0](x, pred_type="nn", link_approx="mc")
+    for moment in prediction if likelihood == "regression" else (prediction,):
+        assert moment.requires_grad
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from laplace_debias.compat.laplace_torch.parameterwise import (
 )
 from laplace_debias.compat.laplace_torch.predictions import (
     linearised_draws,
-    network_draws,
     output_moments,
 )
 from laplace_debias.compat.laplace_torch.prior_search import (
@@ -315,17 +314,15 @@ class Laplace:
         """Draw outputs of the linearised network or of networks with sampled weights.
 
         Raises:
-            NotImplementedError: With `enable_backprop`, if `pred_type="nn"` and the inputs require
-                gradients.
-            torch.linalg.LinAlgError: With `enable_backprop`, if the covariance of the outputs is
-                singular for an input.
+            torch.linalg.LinAlgError: With `enable_backprop` and `"glm"`, if the covariance of the
+                outputs is singular for an input.
         """
         x = self._as_argument(x)
         pred_type = self._checked_pred_type(pred_type)
         differentiable = self.enable_backprop and torch.is_grad_enabled()
         if pred_type == "nn":
-            return network_draws(
-                self.posterior, x, n_samples, differentiable=differentiable, generator=generator
+            return self.posterior.sample_outputs(
+                x, n_samples, "nn", generator, differentiable=differentiable
             )
         return linearised_draws(
             self.posterior,

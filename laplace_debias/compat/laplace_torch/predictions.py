@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from laplace_debias.curvature.network.inputs import Inputs, tensors_of
+from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace.functional.gaussian_outputs import DenseOutputs
 from laplace_debias.laplace.laplace import Laplace as Posterior
 from laplace_debias.laplace.prediction.predictive import FitWithLink, PredictionMethod
@@ -68,28 +68,6 @@ def linearised_draws(
     mean, variances = fit.mean_and_variances(x, method)
     outputs = DenseOutputs(mean, variances.flatten(1).diag_embed())
     return outputs.draws(n_samples, generator)
-
-
-def network_draws(
-    posterior: Posterior,
-    x: Inputs,
-    n_samples: int,
-    *,
-    differentiable: bool,
-    generator: torch.Generator | None,
-) -> Float[Tensor, "samples batch *outputs"]:
-    """Draw outputs of networks with sampled weights.
-
-    Raises:
-        NotImplementedError: With `differentiable`, if the inputs require gradients.
-    """
-    method = PredictionMethod("nn", n_samples, generator)
-    if differentiable and any(tensor.requires_grad for tensor in tensors_of(x)):
-        raise NotImplementedError(
-            'Draws with `pred_type="nn"` have no gradients with respect to the inputs. Use '
-            '`pred_type="glm"`, or pass inputs that do not require gradients.'
-        )
-    return FitWithLink(posterior.fitted, None).draws(x, method)
 
 
 def _differentiable_draws(

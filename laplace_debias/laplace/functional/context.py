@@ -144,7 +144,17 @@ def prediction_context(
             `acts_through_head`.
         keeps_graph: Whether gradients flow back to the inputs. If so, the network becomes part of
             the graph and is not reused.
+
+    Raises:
+        NotImplementedError: If gradients are requested, but the model is sharded.
     """
+    if keeps_graph and has_units(fitted.spec.model):
+        # A differentiable prediction uses torch.func, which cannot gather sharded parameters.
+        raise NotImplementedError(
+            "`differentiable=True` does not support models whose parameters fully_shard has split "
+            "over processes. Remove `differentiable=`, or save the posterior and load it with the "
+            "complete model."
+        )
     is_collective = process_group().size > 1 and has_units(fitted.spec.model)
     outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     with outside, collective("predict") if is_collective else nullcontext():

@@ -7,7 +7,6 @@ from torch.func import jacrev, vmap
 
 from laplace_debias.curvature.network.calling import call, differentiable
 from laplace_debias.curvature.network.inputs import Inputs, Record, tensors_of, with_tensors
-from laplace_debias.curvature.network.sharded import has_units
 from laplace_debias.laplace.functional.context import prediction_context
 from laplace_debias.laplace.functional.request import check_covariance
 from laplace_debias.laplace.state.fitted import FittedPosterior
@@ -32,13 +31,6 @@ def differentiable_moments(
     Raises:
         NotImplementedError: If outputs have positions, or if the model is sharded.
     """
-    if has_units(fitted.spec.model):
-        # The Jacobians are computed by torch.func, which cannot gather sharded parameters.
-        raise NotImplementedError(
-            "`differentiable=True` does not support models whose parameters fully_shard has split "
-            "over processes. Remove `differentiable=`, or save the posterior and load it with the "
-            "complete model."
-        )
     with prediction_context(fitted, x, keeps_graph=True) as context, torch.enable_grad():
         network = context.network
         trained = {name: network.get_parameter(name).detach() for name in fitted.parameters.names}

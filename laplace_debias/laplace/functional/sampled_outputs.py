@@ -28,12 +28,17 @@ def network_outputs(
     names: Sequence[str],
     x: Inputs,
     parameters: Float[Tensor, "samples parameters"],
+    keeps_graph: bool = False,
 ) -> SampledOutputs:
-    """Compute the network's outputs at sampled parameters, `[S, B, ..., C]`."""
+    """Compute the network's outputs at sampled parameters, `[S, B, ..., C]`.
+
+    Gradients flow back to the inputs only if `keeps_graph`. The activations of all samples are then
+    kept in memory.
+    """
     shapes = [network.get_parameter(name).shape for name in names]
     outputs = []
     for samples in _chunks(parameters, shapes):
-        with torch.no_grad(), quiet():
+        with torch.set_grad_enabled(keeps_graph), quiet():
             outputs.append(_for_each_sample(_outputs_as_function(network, names, x), samples))
     return _join_samples(outputs)
 

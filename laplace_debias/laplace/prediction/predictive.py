@@ -28,6 +28,7 @@ from laplace_debias.laplace.functional.context import (
     map_outputs,
     prediction_context,
 )
+from laplace_debias.laplace.functional.differentiable import differentiable_moments
 from laplace_debias.laplace.functional.gaussian_outputs import (
     DenseOutputs,
     GaussianOutputs,
@@ -57,12 +58,14 @@ class PredictionMethod:
         samples: Number of draws; None for the closed form or the default number.
         generator: Seeds the draws; None for torch's global generator.
         positions: Positions of the outputs; None for all.
+        differentiable: Whether gradients flow back to the inputs.
     """
 
     name: str = "glm"
     samples: int | None = None
     generator: torch.Generator | None = None
     positions: Positions | None = None
+    differentiable: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -78,6 +81,13 @@ class PredictionMethod:
                 f'`samples={self.samples}` is not possible with this method. The methods "glm", '
                 '"glm-mc" and "nn" use samples, and "map" uses none. Change `method` or '
                 "`samples`."
+            )
+        has_gradients = (self.is_closed_form or self.name == "nn") and self.positions is None
+        if self.differentiable and not has_gradients:
+            raise ValueError(
+                '`differentiable=True` supports only `method="nn"` and the closed form of '
+                '`method="glm"`. Use `method="nn"`, or `method="glm"` without `samples=`, and '
+                "remove `positions=`."
             )
 
     @property
@@ -143,7 +153,7 @@ class FitWithLink:
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "batch *outputs"]:
         """Compute the outputs of the trained network, and divide logits by its temperature."""
-        with self._context(x, method.positions) as context:
+        with self._context(x, method) as context:
             outputs = context.by_position(map_outputs(context.network, context.x), None)
         if self.link is None:
             return outputs
@@ -155,11 +165,19 @@ class FitWithLink:
         """Draw samples of the outputs, and divide logits by the temperature of draws."""
         if method.name == "glm":
             return self.draws_of_outputs(self.gaussian_outputs(x, method), method)
-        with self._context(x, method.positions) as context:
+        with self._context(x, method) as context:
             parameters = self.fitted.posterior.sample(method.num_samples, method.generator)
             names = self.fitted.parameters.names
-            sampled = linearised_outputs if method.name == "glm-mc" else network_outputs
-            draws = sampled(context.network, names, context.x, parameters)
+            if method.name == "glm-mc":
+                draws = linearised_outputs(context.network, names, context.x, parameters)
+            else:
+                draws = network_outputs(
+                    context.network,
+                    names,
+                    context.x,
+                    parameters,
+                    keeps_graph=method.differentiable,
+                )
             outputs = context.by_position(draws, None)
         return _divide_by_temperature(outputs, self.draw_temperature)
 
@@ -178,13 +196,23 @@ class FitWithLink:
         return links.predictive(self.likelihood, self.link, outputs.mean, second_moments)
 
     def _context(
-        self, x: Inputs | Record, positions: Positions | None
+        self, x: Inputs | Record, method: PredictionMethod
     ) -> AbstractContextManager[PredictionContext]:
         """Prepare a forward pass in which a head is applied only at the requested positions."""
-        return prediction_context(self.fitted, x, positions, restricts_head=lambda path: True)
+        return prediction_context(
+            self.fitted,
+            x,
+            method.positions,
+            restricts_head=lambda path: True,
+            keeps_graph=method.differentiable,
+        )
 
     def predictive(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """Compute the predictive distribution."""
+        if method.is_closed_form and method.differentiable:
+            return links.predictive(
+                self.likelihood, self.link, *differentiable_moments(self.fitted, x)
+            )
         if method.is_closed_form:
             moments = self._difference_variances(x, method)
             if moments is not None:

@@ -13,8 +13,7 @@ from laplace_debias.curvature.data.batches import Batches, Stream
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.chosen_positions import Positions
 from laplace_debias.curvature.network.inputs import Inputs, Record
-from laplace_debias.laplace.functional.differentiable import differentiable_moments
-from laplace_debias.laplace.links import Link, link_from, predictive
+from laplace_debias.laplace.links import Link, link_from
 from laplace_debias.laplace.prediction.decomposition import uncertainty
 from laplace_debias.laplace.prediction.evaluation import (
     check_held_out,
@@ -130,7 +129,8 @@ class Predictor(ABC):
                 `[B, p]`, it is `[B, p]`. Negative numbers count from the last position that an
                 `attention_mask` does not mark as padding.
             differentiable: Whether gradients flow back to the inputs. Possible only for the closed
-                form of `"glm"`. The Jacobians of all inputs, `[B, C, D]`, are kept in memory.
+                form of `"glm"`, which keeps the Jacobians of all inputs, `[B, C, D]`, in memory,
+                and for `"nn"`, which keeps the activations of all samples.
 
         Returns:
             The distribution, of batch shape `[B]`: `Categorical` for classes, `Bernoulli` for one
@@ -148,26 +148,8 @@ class Predictor(ABC):
             RuntimeError: If nothing has been fitted, a parameter or buffer has changed since the
                 fit, or autocast is enabled.
         """
-        prediction = PredictionMethod(method, samples, generator, positions)
-        checked_link = self._checked_link(link, prediction)
-        if differentiable:
-            return self._differentiable_predictive(x, prediction, checked_link)
-        return self._predict(x, prediction, checked_link)
-
-    def _differentiable_predictive(
-        self, x: Inputs | Record, method: PredictionMethod, link: Link | None
-    ) -> Distribution:
-        """Predict in closed form, differentiably with respect to the inputs."""
-        if not method.is_closed_form or method.positions is not None:
-            raise ValueError(
-                '`differentiable=True` supports only the closed form of `method="glm"`. Use '
-                '`method="glm"`, and remove `samples=` and `positions=`.'
-            )
-        predictives = []
-        for fit in self._fits_with_links(x, method, link):
-            mean, covariance = differentiable_moments(fit.fitted, x)
-            predictives.append(predictive(fit.likelihood, fit.link, mean, covariance))
-        return equal_mixture(predictives)
+        prediction = PredictionMethod(method, samples, generator, positions, differentiable)
+        return self._predict(x, prediction, self._checked_link(link, prediction))
 
     def _predict(
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
