@@ -801,6 +801,7 @@ def test_an_absent_argument_is_explained():
     calls = {
         "dict_key_x": lambda: marglik_training(network(), [], dict_key_x="x"),
         "feature_reduction": lambda: Laplace(network(), "classification", feature_reduction=None),
+        "fitting": lambda: la(torch.randn(1, 3).double(), fitting=True),
         "n_steps": lambda: la.optimize_prior_precision(method="marglik", n_steps=10),
         "loss": lambda: la.optimize_prior_precision(loss=nn.CrossEntropyLoss()),
         "progress_bar": lambda: marglik_training(network(), [], progress_bar=True),

@@ -246,6 +246,7 @@ class Laplace:
             # The parameters of a last layer are known only now, so the precisions are checked here.
             self.prior_precision = self._prior.precisions
 
+    @explains_absent_arguments
     def __call__(
         self,
         x: Inputs,
