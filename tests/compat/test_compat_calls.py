@@ -138,7 +138,7 @@ def test_a_temperature_and_means_of_the_prior(likelihood, structure):
 @pytest.mark.parametrize(
     "precision", [10.6, torch.tensor(10.6), torch.tensor([10.6]), torch.rand(4) + 1]
 )
-@pytest.mark.parametrize("structure", ["diag", "kron"])
+@pytest.mark.parametrize("structure", STRUCTURES)
 def test_prior_precisions_of_all_and_of_each_layer(structure, precision):
     ours, theirs = fitted(
         "regression",
@@ -534,6 +534,34 @@ def test_prior_precisions_of_each_parameter(likelihood, structure, subset):
     assert_same()
 
 
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_a_full_matrix_with_prior_precisions_of_each_weight_and_bias(likelihood, tmp_path):
+    model = network()
+    precision = torch.tensor([0.3, 2.0, 1.1, 0.6], dtype=torch.float64)
+    options = {"subset_of_weights": "all", "hessian_structure": "full", "prior_mean": 0.1}
+    posteriors = fitted(likelihood, model, prior_precision=precision, **options)
+    ours, theirs = posteriors
+    x = loader(likelihood).dataset.tensors[0]
+    names = ("prior_precision", "prior_precision_diag", "scatter", "posterior_precision")
+    for name in (*names, "log_det_prior_precision", "log_det_posterior_precision"):
+        close(getattr(ours, name), getattr(theirs, name))
+    assert_same_predictions(ours, theirs, x)
+    gradients = []
+    for la in posteriors:
+        value = (3 * precision).requires_grad_()
+        la.log_marginal_likelihood(value).backward()
+        gradients.append(value.grad)
+    close(*gradients)
+    close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
+    torch.save(ours.state_dict(), tmp_path / "state.pt")
+    loaded = Laplace(model, likelihood, **options)
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert torch.equal(loaded.posterior_precision, ours.posterior_precision)
+    for la in posteriors:
+        la.fit(loader(likelihood, seed=2), override=False)
+    close(ours.posterior_precision, theirs.posterior_precision)
+
+
 def test_the_last_layer_takes_prior_precisions_before_its_first_fit():
     options = {"subset_of_weights": "last_layer", "hessian_structure": "diag"}
     precision = torch.rand(12, dtype=torch.float64) + 0.1
@@ -544,9 +572,13 @@ def test_the_last_layer_takes_prior_precisions_before_its_first_fit():
     later.fit(loader("classification"))
     later.prior_precision = precision
     assert torch.equal(la.posterior_precision, later.posterior_precision)
-    by_block = Laplace(network(), "classification", prior_precision=torch.ones(2), **options)
-    by_block.fit(loader("classification"))
-    torch.testing.assert_close(by_block.prior_precision_diag, torch.ones(12).double())
+    precision = torch.tensor([0.3, 2.0]).double()
+    for structure in STRUCTURES:
+        options["hessian_structure"] = structure
+        by_layer = Laplace(network(), "classification", prior_precision=precision, **options)
+        by_layer.fit(loader("classification"))
+        expected = torch.cat([precision[:1].expand(10), precision[1:].expand(2)])
+        torch.testing.assert_close(by_layer.prior_precision_diag, expected)
 
 
 @pytest.mark.parametrize("structure", ["kron", "lowrank"])
@@ -633,7 +665,9 @@ def test_the_optimum_in_each_precision_does_not_depend_on_the_unit_of_the_target
     ("structure", "precision", "message"),
     [
         ("kron", torch.ones(32), r"32 entries, but there are 32 parameters in 4 blocks"),
-        ("lowrank", torch.ones(32), r"one number per block. For .diag. and .full."),
+        ("lowrank", torch.ones(32), r"Pass one number. For .kron. and .diag., you can also"),
+        ("lowrank", torch.ones(4), r"4 entries, but there are 32 parameters in 1 blocks"),
+        ("full", torch.ones(3), r"for .full., one number per weight or bias"),
         ("diag", torch.ones(31), r"31 entries, but there are 32 parameters"),
         ("diag", -torch.ones(32), "must be positive and finite"),
     ],

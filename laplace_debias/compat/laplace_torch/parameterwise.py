@@ -1,4 +1,4 @@
-"""Priors with one precision per parameter: posterior, evidence and best precisions.
+"""Priors with one precision per parameter or per tensor of parameters, and their evidence.
 
 Such a prior replaces the prior precision of a fit with a diagonal or full curvature matrix.
 """
@@ -23,24 +23,26 @@ class ParameterwisePrior:
     """A prior with one precision per parameter, which replaces the prior precision of a fit.
 
     Args:
-        precisions: The prior precisions, `[D]`.
+        precisions: The prior precisions, `[D]`; for `"full"`, also one per weight or bias.
         hessian_structure: The structure of the fit.
     """
 
-    def __init__(self, precisions: Float[Tensor, " parameters"], hessian_structure: str) -> None:
+    def __init__(self, precisions: Float[Tensor, " precisions"], hessian_structure: str) -> None:
         self.precisions = precisions
         self._hessian_structure = hessian_structure
         self._latest: tuple[FittedPosterior, Laplace] | None = None
 
     def check_size(self, parameters: ParameterBlocks) -> None:
-        """Require one precision per parameter, and a structure that supports them."""
+        """Require as many precisions as the structure supports."""
         size = len(self.precisions)
-        if self._hessian_structure not in STRUCTURES or size != parameters.size:
+        sizes = {"diag": (parameters.size,), "full": (parameters.size, len(parameters.names))}
+        if size not in sizes.get(self._hessian_structure, ()):
             raise ValueError(
                 f"`prior_precision` has {size} entries, but there are {parameters.size} "
                 f"parameters in {len(parameters.block_names)} blocks, with "
-                f"hessian_structure={self._hessian_structure!r}. Pass one number, or one number "
-                'per block. For "diag" and "full", you can also pass one number per parameter.'
+                f"hessian_structure={self._hessian_structure!r}. Pass one number. For "
+                '"kron" and "diag", you can also pass one number per block; for "full", one number '
+                'per weight or bias; and for "diag" and "full", one number per parameter.'
             )
 
     def posterior(self, fitted: FittedPosterior) -> Laplace:
@@ -59,15 +61,29 @@ class ParameterwisePrior:
             if fitted.prior.mean is not None:
                 mean = fitted.prior.mean.to(self.precisions)
             parameters = fitted.parameters
-            prior = GaussianPrior(mean.expand(parameters.size), self.precisions, parameters.names)
+            precisions = by_parameter(self.precisions, fitted)
+            prior = GaussianPrior(mean.expand(parameters.size), precisions, parameters.names)
             latest = fitted, Laplace.from_posterior(prior.applied_to(fitted))
             self._latest = latest
         return latest[1]
 
 
+def by_parameter(
+    precisions: Float[Tensor, " precisions"], fitted: FittedPosterior
+) -> Float[Tensor, " parameters"]:
+    """Repeat the precision of each weight or bias for all of its entries.
+
+    Precisions of which there is already one per parameter are returned unchanged.
+    """
+    if len(precisions) == fitted.parameters.size:
+        return precisions
+    sizes = fitted.parameters.layout(fitted.spec.plain_model).sizes
+    return precisions.repeat_interleave(torch.tensor(sizes, device=precisions.device))
+
+
 def parameterwise_log_marginal_likelihood(
     fitted: FittedPosterior,
-    precisions: Float[Tensor, " parameters"],
+    precisions: Float[Tensor, " precisions"],
     log_factor: Float[Tensor, ""],
 ) -> Float[Tensor, ""]:
     """Compute the log marginal likelihood of a fit under one prior precision per parameter.
@@ -76,9 +92,10 @@ def parameterwise_log_marginal_likelihood(
 
     Args:
         fitted: The fit.
-        precisions: The prior precisions.
+        precisions: The prior precisions, one per parameter, or one per weight or bias.
         log_factor: The logarithm of the factor by which the noise of the fit is multiplied.
     """
+    precisions = by_parameter(precisions, fitted)
     data_precision = (-2 * log_factor).exp() * _data_precision(fitted)
     if data_precision.ndim == 1:
         log_det = (data_precision + precisions).log().sum()

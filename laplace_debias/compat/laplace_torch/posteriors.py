@@ -27,6 +27,7 @@ from laplace_debias.compat.laplace_torch.arguments import (
 from laplace_debias.compat.laplace_torch.parameterwise import (
     STRUCTURES,
     ParameterwisePrior,
+    by_parameter,
     parameterwise_log_marginal_likelihood,
 )
 from laplace_debias.compat.laplace_torch.predictions import (
@@ -75,8 +76,9 @@ class Laplace:
         subset_of_weights: `"last_layer"`, `"all"` or `"subnetwork"`.
         hessian_structure: `"kron"`, `"full"`, `"diag"`, `"lowrank"` or `"gp"`.
         sigma_noise: Standard deviation of the noise of a regression.
-        prior_precision: One number, or one per block (one per layer in laplace-torch). For `"diag"`
-            and `"full"`, also one per parameter.
+        prior_precision: One number; for `"kron"` and `"diag"`, also one per block, and for
+            `"full"`, one per weight or bias (one per layer in laplace-torch). For `"diag"` and
+            `"full"`, also one per parameter.
         prior_mean: One number, or one per parameter.
         temperature: T.
         enable_backprop: Whether gradients of predictions flow back to the inputs.
@@ -481,7 +483,7 @@ class Laplace:
 
     @property
     def prior_precision(self) -> Float[Tensor, " precisions"]:
-        """The prior precision: a single value `[1]`, one value per block, or one per parameter."""
+        """The prior precision: a single value `[1]`, or one per block, weight or parameter."""
         if self._prior is not None:
             return self._prior.precisions
         return self._fit.prior_precision.reshape(-1)
@@ -511,10 +513,10 @@ class Laplace:
     @property
     def prior_precision_diag(self) -> Float[Tensor, " parameters"]:
         """The prior precision of each parameter."""
+        fitted = self._fit.fitted
         if self._prior is not None:
-            return self._prior.precisions
-        posterior = self._fit.posterior
-        return posterior.by_parameter(posterior.deltas())
+            return by_parameter(self._prior.precisions, fitted)
+        return fitted.posterior.by_parameter(fitted.posterior.deltas())
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
