@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from laplace_debias.curvature.data.batch_forms import BatchHook
 from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.data.dataset_size import training_size
 from laplace_debias.curvature.fisher import FisherType
@@ -93,6 +94,7 @@ def marginal_likelihood_training(
     params: ParameterSelection = "all",
     fisher: str = "exact",
     num_data: SupportsIndex | None = None,
+    batch: BatchHook | None = None,
     generator: torch.Generator | None = None,
 ) -> MarginalLikelihoodRun:
     r"""Train a network, and learn its prior precision and noise from the marginal likelihood.
@@ -136,6 +138,7 @@ def marginal_likelihood_training(
         num_data: Number of training examples N, which must be passed if the loader leaves out
             examples (`drop_last=True`) or draws a random subset. Default: the number of examples in
             one pass over the loader.
+        batch: A function from a batch to (inputs, targets); see `Laplace`.
         generator: Seeds sampled labels and the shuffling of loaders. Default: torch's global
             generator.
 
@@ -193,6 +196,7 @@ def marginal_likelihood_training(
         ),
         temperature=checked_temperature(temperature),
         num_data=num_data,
+        batch=batch,
         generator=generator,
     )
     # A posterior is fitted at the start, to find the blocks and the number of training examples.
@@ -274,6 +278,7 @@ class _Fits:
         config: The options of the fits.
         temperature: T of the likelihood.
         num_data: N; None to use the number of examples in one pass.
+        batch: Reads the user's batches; None for the default.
         generator: Seeds labels and loaders.
     """
 
@@ -282,12 +287,13 @@ class _Fits:
     config: CurvatureConfig
     temperature: float
     num_data: SupportsIndex | None
+    batch: BatchHook | None
     generator: torch.Generator | None
 
     @property
     def spec(self) -> ModelSpec:
         """A copy of the model in eval mode, with the likelihood."""
-        return ModelSpec.checked(eval_copy(self.model), self.likelihood, None, None)
+        return ModelSpec.checked(eval_copy(self.model), self.likelihood, self.batch, None)
 
     def fitted(self, loader: Batches, prior_precision: Tensor) -> FittedPosterior:
         """Fit the posterior of a copy of the model in eval mode to all data."""
@@ -368,7 +374,8 @@ def _restore(model: nn.Module, best: _BestFit) -> Laplace:
     """Load the weights of the best epoch into the model, and return its posterior."""
     unwrapped(model).load_state_dict(best.weights)
     model.eval()
-    spec = ModelSpec.checked(model, best.fitted.likelihood, None, None)
+    batch = best.fitted.spec.read_batch.hook
+    spec = ModelSpec.checked(model, best.fitted.likelihood, batch, None)
     fitted_model = replace(best.fitted.fitted_model, spec=spec)
     return Laplace.from_posterior(replace(best.fitted, fitted_model=fitted_model))
 

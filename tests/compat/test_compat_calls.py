@@ -833,7 +833,6 @@ def test_hasattr_finds_only_the_names_that_are_here():
 def test_an_absent_argument_is_explained():
     la = Laplace(network(), "classification")
     calls = {
-        "dict_key_x": lambda: marglik_training(network(), [], dict_key_x="x"),
         "feature_reduction": lambda: Laplace(network(), "classification", feature_reduction=None),
         "fitting": lambda: la(torch.randn(1, 3).double(), fitting=True),
         "n_steps": lambda: la.optimize_prior_precision(method="marglik", n_steps=10),

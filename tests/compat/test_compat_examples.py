@@ -149,6 +149,42 @@ def test_training_by_the_marginal_likelihood_of_classes_has_the_same_course(prio
     torch.testing.assert_close(ours(x), theirs(x).to(ours(x)), rtol=1e-4, atol=1e-5)
 
 
+class TakesABatch(nn.Module):
+    """A network whose only argument is a mapping."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = network("classification")
+
+    def forward(self, batch):
+        return self.layers(batch["image"])
+
+
+def test_training_by_the_marginal_likelihood_on_mappings():
+    x, y = loader("classification").dataset.tensors
+    data = DataLoader([{"image": x[n], "class": y[n]} for n in range(40)], batch_size=40)
+    batch = next(iter(data))
+    results = []
+    for function in (marglik_training, laplace.marglik_training):
+        la, model, _, losses = function(
+            TakesABatch(),
+            data,
+            n_epochs=4,
+            optimizer_kwargs={"lr": 1e-2},
+            prior_structure="scalar",
+            n_hypersteps=5,
+            dict_key_x="image",
+            dict_key_y="class",
+        )
+        results.append((la, model(batch), losses))
+    (ours, our_outputs, our_losses), (theirs, their_outputs, their_losses) = results
+    assert our_losses == pytest.approx(their_losses, rel=1e-4)
+    torch.testing.assert_close(our_outputs, their_outputs, rtol=1e-4, atol=1e-5)
+    ours.prior_precision = theirs.prior_precision.detach()
+    probs = ours(batch)
+    torch.testing.assert_close(probs, theirs(batch).to(probs), rtol=1e-4, atol=1e-5)
+
+
 def test_training_by_the_marginal_likelihood_finds_the_noise():
     """The call of the regression example."""
     la, model, margliks, losses = marglik_training(

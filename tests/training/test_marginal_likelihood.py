@@ -411,3 +411,22 @@ def test_training_records_gradients_where_a_caller_has_turned_them_off():
     with torch.no_grad():
         result = run(model, batches(x, y), epochs=2)
     assert result.history == expected.history
+
+
+def test_a_function_reads_the_batches():
+    x, y = sine()
+    pairs = batches(x, y)
+    named = [{"position": inputs, "height": targets} for inputs, targets in pairs]
+
+    def read(batch):
+        return batch["position"], batch["height"]
+
+    expected = run(network(), pairs, epochs=3)
+    result = run(network(), named, epochs=3, batch=read)
+    assert result.history == expected.history
+    # The posterior reads further batches in the same way.
+    expected.laplace.update(pairs)
+    result.laplace.update(named)
+    moments = zip(result.laplace.functional(x), expected.laplace.functional(x), strict=True)
+    for actual, moment in moments:
+        assert torch.equal(actual, moment)

@@ -13,10 +13,6 @@ _VARIANCE = (
 _NAMES = "Use laplace_debias.Laplace(model, params=names), with the names of the parameters."
 _BACKEND = "Pass the backend's name as a string, such as backend={!r}."
 _STRING = "Pass a string instead of a member of this enumeration, such as {!r}."
-_MAPPING = (
-    "A mapping's entries are passed to the model by their names. If the model takes the mapping as "
-    'one argument, train on pairs (OneArgument(batch), batch["labels"]).'
-)
 _REMOVE = "There is no such option. Leave it out."
 _SEARCH = "A bounded search, which needs no initial value and no steps, replaces it. Leave it out."
 
@@ -73,8 +69,6 @@ SETTABLE = ("prior_precision", "prior_mean", "sigma_noise", "temperature", "enab
 ABSENT_ARGUMENTS = {
     "asdl_fisher_kwargs": _REMOVE,
     "damping": _REMOVE,
-    "dict_key_x": _MAPPING,
-    "dict_key_y": _MAPPING,
     "feature_reduction": _REMOVE,
     "fitting": _REMOVE,
     "init_prior_prec": _SEARCH,

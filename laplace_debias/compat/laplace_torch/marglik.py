@@ -12,6 +12,7 @@ from laplace_debias.compat.laplace_torch.absent import explains_absent_arguments
 from laplace_debias.compat.laplace_torch.arguments import (
     CURVATURES_BY_NAME,
     LIKELIHOODS_BY_NAME,
+    batch_hook,
     check_applies,
     check_has_layers,
     checked_name,
@@ -48,6 +49,8 @@ def marglik_training(
     temperature: float = 1.0,
     fix_sigma_noise: bool = False,
     enable_backprop: bool = False,
+    dict_key_x: str | None = None,
+    dict_key_y: str | None = None,
 ) -> tuple[Laplace, nn.Module, list[float], list[float]]:
     """Train a network, and learn its prior precision and noise from the marginal likelihood.
 
@@ -77,6 +80,8 @@ def marglik_training(
         temperature: T.
         fix_sigma_noise: Whether to keep the noise of a regression at `sigma_noise_init`.
         enable_backprop: Whether gradients of predictions flow back to the inputs.
+        dict_key_x: The name of an entry of each mapping in the data; see `Laplace`.
+        dict_key_y: The name of the targets in each mapping; see `Laplace`.
 
     Returns:
         The posterior with the largest marginal likelihood; the model with the corresponding
@@ -140,6 +145,7 @@ def marglik_training(
         temperature=temperature,
         curvature=CURVATURES_BY_NAME[hessian_structure],
         fisher=fisher_of_backend(backend, {}),
+        batch=batch_hook(likelihood, dict_key_x, dict_key_y),
     )
     la = Laplace(
         model,
@@ -149,6 +155,8 @@ def marglik_training(
         temperature=temperature,
         enable_backprop=enable_backprop,
         backend=backend,
+        dict_key_x=dict_key_x,
+        dict_key_y=dict_key_y,
     )
     la.posterior = run.laplace
     margliks = [-float(row["log_marginal_likelihood"]) for row in run.history]
