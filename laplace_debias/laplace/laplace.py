@@ -745,16 +745,11 @@ class Laplace(Predictor):
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
-        """A copy of the prior mean, one number or `[D]`. You can set it without a new fit.
-
-        Raises:
-            RuntimeError: If `params="last_layer"` and nothing has been fitted yet.
-        """
-        first = self._state.spec.first_parameter(self._parameters.names)
-        mean = self._state.prior.mean
-        if mean is None:
-            return first.new_zeros((), dtype=torch.float64)
-        return mean.clone()
+        """A copy of the prior mean, one number or `[D]`. You can set it without a new fit."""
+        state = self._state
+        if state.prior.mean is None:
+            return torch.zeros((), dtype=torch.float64, device=state.device)
+        return state.prior.mean.clone()
 
     @prior_mean.setter
     def prior_mean(self, value: PriorMean) -> None:

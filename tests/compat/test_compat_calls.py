@@ -784,6 +784,17 @@ def test_a_state_of_another_last_layer_is_refused():
     assert loaded.n_params == named.n_params
 
 
+@pytest.mark.parametrize("mean", [0.0, 0.3, torch.linspace(0.0, 1.0, 12, dtype=torch.float64)])
+def test_the_prior_mean_of_a_last_layer_can_be_read_before_the_first_fit(mean):
+    posteriors = both_libraries("classification", prior_mean=mean)
+    for la in posteriors:
+        close(torch.as_tensor(la.prior_mean), torch.as_tensor(mean))
+        la.fit(loader("classification"))
+    ours, theirs = posteriors
+    close(ours.prior_mean, theirs.prior_mean)
+    close(ours.scatter, theirs.scatter)
+
+
 @pytest.mark.parametrize("precisions", [2.0, torch.linspace(0.5, 2.0, 30)])
 def test_temperature_and_prior_mean_can_be_set(precisions):
     torch.manual_seed(0)
