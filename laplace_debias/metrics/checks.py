@@ -166,6 +166,21 @@ def check_real(tensors: Mapping[str, Float[Tensor, "..."]]) -> None:
             )
 
 
+def check_examples(
+    examples: Integer[Tensor, " n"] | None, rows: Shaped[Tensor, "n ..."], name: str
+) -> None:
+    """Check the example of each row, if there is one: an integer per row."""
+    if examples is None:
+        return
+    check_tensor(examples, name)
+    if examples.dtype != torch.int64 or examples.shape != rows.shape[:1]:
+        raise ValueError(
+            f"`{name}` has shape {list(examples.shape)} and dtype {examples.dtype}. Pass the "
+            f"number of the example of each row, as an int64 tensor of shape [{len(rows)}]."
+        )
+    check_same_device(rows, examples, "the predictions", name)
+
+
 def check_level(level: float) -> None:
     """Check that the level of an interval is between 0 and 1."""
     if not 0 < real(level, "level") < 1:

@@ -229,7 +229,12 @@ EXACT_MATCH = Metric(
 # ------------------------------------------------------------- scores of ID and OOD examples
 
 
-def _auroc_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
+def _auroc_statistic(
+    scores_id: Tensor,
+    scores_ood: Tensor,
+    examples: Tensor | None = None,
+    examples_ood: Tensor | None = None,
+) -> Area:
     """Compute `auroc` and its influences, which are DeLong's placement values.
 
     Reference:
@@ -238,17 +243,30 @@ def _auroc_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
     """
     ood_below = _share_below_or_tied(scores_ood, scores_id)
     id_below = _share_below_or_tied(scores_id, scores_ood)
-    return Area(auroc(scores_id, scores_ood).item(), 1 - ood_below, id_below)
+    value = auroc(scores_id, scores_ood).item()
+    return Area(value, 1 - ood_below, id_below, examples=examples, examples_ood=examples_ood)
 
 
-def _aupr_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
+def _aupr_statistic(
+    scores_id: Tensor,
+    scores_ood: Tensor,
+    examples: Tensor | None = None,
+    examples_ood: Tensor | None = None,
+) -> Area:
     influence_ood, influence_id = _average_precision_influences(scores_ood, scores_id)
-    return Area(aupr(scores_id, scores_ood).item(), influence_id, influence_ood)
+    value = aupr(scores_id, scores_ood).item()
+    return Area(value, influence_id, influence_ood, examples=examples, examples_ood=examples_ood)
 
 
-def _aupr_in_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
+def _aupr_in_statistic(
+    scores_id: Tensor,
+    scores_ood: Tensor,
+    examples: Tensor | None = None,
+    examples_ood: Tensor | None = None,
+) -> Area:
     influence_id, influence_ood = _average_precision_influences(-scores_id, -scores_ood)
-    return Area(aupr_in(scores_id, scores_ood).item(), influence_id, influence_ood)
+    value = aupr_in(scores_id, scores_ood).item()
+    return Area(value, influence_id, influence_ood, examples=examples, examples_ood=examples_ood)
 
 
 def _average_precision_influences(
@@ -271,7 +289,12 @@ def _average_precision_influences(
     return precision + changes, _sum_up_to(positive, negative_slopes, negative) / len(positive)
 
 
-def _fpr95_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
+def _fpr95_statistic(
+    scores_id: Tensor,
+    scores_ood: Tensor,
+    examples: Tensor | None = None,
+    examples_ood: Tensor | None = None,
+) -> Area:
     """Compute `fpr95` with its influence function.
 
     An OOD example below the threshold shifts the threshold down by a quantile of 1/n, where n is
@@ -281,8 +304,9 @@ def _fpr95_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
     """
     ordered = scores_ood.sort().values
     m = len(scores_ood)
+    num_examples = m if examples_ood is None else len(examples_ood.unique())
     missed = 0.05 + 1e-8
-    step = 2 * (missed * (1 - missed) / m) ** 0.5
+    step = 2 * (missed * (1 - missed) / num_examples) ** 0.5
     low = max(0.0, missed - step)
     high = min(1.0, missed + step)
     threshold, lower, upper = (ordered[min(m - 1, int(q * m))] for q in (missed, low, high))
@@ -291,7 +315,9 @@ def _fpr95_statistic(scores_id: Tensor, scores_ood: Tensor) -> Statistic:
     slope = (alarms_at_lower - alarms_at_upper).item() / (high - low)
     is_alarm = (scores_id >= threshold).double()
     is_missed = (scores_ood < threshold).double()
-    return Area(fpr95(scores_id, scores_ood).item(), is_alarm, slope * is_missed)
+    value = fpr95(scores_id, scores_ood).item()
+    influence_ood = slope * is_missed
+    return Area(value, is_alarm, influence_ood, examples=examples, examples_ood=examples_ood)
 
 
 def _share_below(

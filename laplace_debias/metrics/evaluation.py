@@ -7,6 +7,7 @@ from torch import Tensor
 
 from laplace_debias.metrics.checks import (
     check_classification,
+    check_examples,
     check_level,
     check_probs,
     check_real,
@@ -29,9 +30,10 @@ from laplace_debias.metrics.definitions import (
 from laplace_debias.metrics.ood import entropy, label_entropy
 from laplace_debias.metrics.regression import Real, check_gaussian, interval_width
 from laplace_debias.metrics.report import Report, report_of
-from laplace_debias.metrics.statistics import Statistic
+from laplace_debias.metrics.statistics import Statistic, with_examples
 
 Sets = Mapping[str, Float[Tensor, "..."]]
+Examples = Integer[Tensor, " n"]
 
 
 def evaluate(
@@ -40,6 +42,8 @@ def evaluate(
     ood: Sets | None = None,
     *,
     log_probs: Float[Tensor, " n"] | None = None,
+    examples: Examples | None = None,
+    ood_examples: Mapping[str, Examples] | None = None,
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
@@ -52,6 +56,10 @@ def evaluate(
             or `[m]`.
         log_probs: Log-probabilities of the labels, `[n]`. Pass them if they are more precise than
             `probs`; they are used for the NLL.
+        examples: The number of the example of each row, `[n]`, if an example has several rows, such
+            as the tokens of a sentence. Confidence intervals treat examples as independent, but not
+            their rows. Default: each row is an example.
+        ood_examples: The same for out-of-distribution sets, `[m]`, by name.
         intervals: Whether to compute confidence intervals.
         level: Nominal coverage of the confidence intervals.
 
@@ -67,8 +75,8 @@ def evaluate(
     Raises:
         TypeError: If an argument is not a tensor.
         ValueError: If values are not probabilities, `labels` do not match them, an
-            out-of-distribution set and `probs` differ in their classes or device, or `level` is not
-            between 0 and 1.
+            out-of-distribution set and `probs` differ in their classes or device, examples do not
+            match their rows, or `level` is not between 0 and 1.
 
     Example:
         >>> import torch
@@ -80,12 +88,14 @@ def evaluate(
         True
     """
     probs, labels = check_classification(probs, labels)
+    check_examples(examples, probs, "examples")
     ood_probs = _checked_sets(ood, probs, check_probs, "classes")
     statistics = {metric.name: metric.statistic(probs, labels) for metric in CLASSIFICATION_METRICS}
     if log_probs is not None:
         statistics["nll"] = _nll_of_log_probs(log_probs, len(labels))
+    statistics = with_examples(statistics, examples)
     scores_ood = {name: entropy(set_probs) for name, set_probs in ood_probs.items()}
-    statistics |= separation(entropy(probs), scores_ood)
+    statistics |= separation(entropy(probs), scores_ood, examples, ood_examples)
     return report_of(statistics, labels, level, intervals)
 
 
@@ -95,6 +105,8 @@ def evaluate_multilabel(
     ood: Sets | None = None,
     *,
     log_probs: Float[Tensor, " n"] | None = None,
+    examples: Examples | None = None,
+    ood_examples: Mapping[str, Examples] | None = None,
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
@@ -110,6 +122,8 @@ def evaluate_multilabel(
         ood: For each out-of-distribution set, by name, the predicted probabilities `[m, labels]`.
         log_probs: Log-probabilities of the labels, `[n]`, summed over each example's labels. Pass
             them if they are more precise than `probs`.
+        examples: The number of the example of each row, `[n]`; see `evaluate`.
+        ood_examples: The same for out-of-distribution sets, `[m]`, by name.
         intervals: Whether to compute confidence intervals.
         level: Nominal coverage of the confidence intervals.
 
@@ -139,6 +153,7 @@ def evaluate_multilabel(
             f"`labels` is {form}. Pass a tensor of the shape of `probs`, {list(probs.shape)}, "
             "with 0 or 1 for every label."
         )
+    check_examples(examples, probs, "examples")
     ood_probs = _checked_sets(ood, probs, _checked_table, "labels")
     flat_probs, flat_labels = check_classification(probs.flatten(), labels.flatten())
     statistics: dict[str, Statistic] = {}
@@ -150,8 +165,9 @@ def evaluate_multilabel(
     statistics["exact_match"] = EXACT_MATCH.statistic(probs, labels)
     if log_probs is not None:
         statistics["nll"] = _nll_of_log_probs(log_probs, len(labels))
+    statistics = with_examples(statistics, examples)
     scores_ood = {name: label_entropy(set_probs) for name, set_probs in ood_probs.items()}
-    statistics |= separation(label_entropy(probs), scores_ood)
+    statistics |= separation(label_entropy(probs), scores_ood, examples, ood_examples)
     return report_of(statistics, labels, level, intervals)
 
 
@@ -162,6 +178,8 @@ def evaluate_regression(
     ood: Sets | None = None,
     *,
     log_probs: Float[Tensor, " n"] | None = None,
+    examples: Examples | None = None,
+    ood_examples: Mapping[str, Examples] | None = None,
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
@@ -176,6 +194,8 @@ def evaluate_regression(
             `[m, outputs]`, by the name of the set.
         log_probs: Joint log-densities of each example's targets, `[n]`. Pass them if outputs are
             correlated. Default: the sum over the outputs.
+        examples: The number of the example of each row, `[n]`; see `evaluate`.
+        ood_examples: The same for out-of-distribution sets, `[m]`, by name.
         intervals: Whether to compute confidence intervals.
         level: Nominal coverage of the confidence intervals. It is also the level of the predicted
             intervals that `coverage` and `width` measure.
@@ -198,6 +218,7 @@ def evaluate_regression(
     """
     check_level(level)
     check_gaussian(mean, standard_deviation, targets)
+    check_examples(examples, mean, "examples")
     means = mean.double()
     deviations = standard_deviation.double()
     statistics = {
@@ -206,11 +227,13 @@ def evaluate_regression(
     }
     if log_probs is not None:
         statistics["nll"] = _nll_of_log_probs(log_probs, len(means))
+    statistics = with_examples(statistics, examples)
     variances_ood = {}
     for name, ood_deviation in (ood or {}).items():
         check_gaussian(ood_deviation, ood_deviation)
         variances_ood[name] = per_example(ood_deviation.double().square())
-    statistics |= separation(per_example(deviations.square()), variances_ood)
+    variances = per_example(deviations.square())
+    statistics |= separation(variances, variances_ood, examples, ood_examples)
     return report_of(statistics, targets, level, intervals)
 
 
@@ -223,6 +246,8 @@ def evaluate_numbers(
     *,
     levels: Real | None = None,
     interval: tuple[Real, Real] | None = None,
+    examples: Examples | None = None,
+    ood_examples: Mapping[str, Examples] | None = None,
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
@@ -239,6 +264,8 @@ def evaluate_numbers(
             the predictive has no distribution function.
         interval: Lower and upper ends of the predictive's central intervals of probability `level`;
             None if the predictive has no quantiles.
+        examples: The number of the example of each row, `[n]`; see `evaluate`.
+        ood_examples: The same for out-of-distribution sets, `[m]`, by name.
         intervals: Whether to compute confidence intervals.
         level: Nominal coverage of the confidence intervals, and the level of the predicted
             intervals.
@@ -266,6 +293,7 @@ def evaluate_numbers(
     """
     check_level(level)
     check_real({"mean": mean, "standard_deviation": standard_deviation, "targets": targets})
+    check_examples(examples, mean, "examples")
     if standard_deviation.min() < 0:
         raise ValueError(
             f"The smallest entry of `standard_deviation` is {standard_deviation.min():.4g}, but no "
@@ -284,11 +312,13 @@ def evaluate_numbers(
     if interval is not None:
         low, high = interval
         statistics["width"] = width_statistic(interval_width(low, high, reduction="none"))
+    statistics = with_examples(statistics, examples)
     variances_ood = {}
     for name, ood_deviation in (ood or {}).items():
         check_real({f"ood[{name!r}]": ood_deviation})
         variances_ood[name] = per_example(ood_deviation.double().square())
-    statistics |= separation(per_example(deviations.square()), variances_ood)
+    variances = per_example(deviations.square())
+    statistics |= separation(variances, variances_ood, examples, ood_examples)
     return report_of(statistics, targets, level, intervals)
 
 
@@ -296,6 +326,8 @@ def evaluate_ood(
     scores_id: Float[Tensor, " num_id"],
     scores_ood: Float[Tensor, " num_ood"],
     *,
+    examples_id: Examples | None = None,
+    examples_ood: Examples | None = None,
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
@@ -303,7 +335,8 @@ def evaluate_ood(
 
     The score should be higher for OOD examples than for ID examples, as it is for `entropy`,
     `max_probability` and the epistemic part of `uncertainty`. Intervals and their level are the
-    same as for `evaluate`.
+    same as for `evaluate`; `examples_id` and `examples_ood` are the numbers of the examples of the
+    scores, if examples have several scores.
 
     Returns:
         `auroc`, `aupr_out`, `aupr_in` and `fpr95`. To compare two scores, pass their reports on the
@@ -315,14 +348,33 @@ def evaluate_ood(
             of `evaluate`.
     """
     check_score_pair(scores_id, scores_ood)
-    statistics = {metric.name: metric.statistic(scores_id, scores_ood) for metric in OOD_METRICS}
+    check_examples(examples_id, scores_id, "examples_id")
+    check_examples(examples_ood, scores_ood, "examples_ood")
+    statistics = {
+        metric.name: metric.statistic(scores_id, scores_ood, examples_id, examples_ood)
+        for metric in OOD_METRICS
+    }
     return report_of(statistics, None, level, intervals)
 
 
-def separation(scores_id: Tensor, scores_ood: Mapping[str, Tensor]) -> dict[str, Statistic]:
+def separation(
+    scores_id: Tensor,
+    scores_ood: Mapping[str, Tensor],
+    examples: Examples | None,
+    ood_examples: Mapping[str, Examples] | None,
+) -> dict[str, Statistic]:
     """Compute the statistics `auroc_<name>`, `aupr_<name>` and so on for each OOD set."""
+    ood_examples = ood_examples or {}
+    unknown = [name for name in ood_examples if name not in scores_ood]
+    if unknown:
+        raise ValueError(
+            f"`ood_examples` has {unknown}, but the out-of-distribution sets are "
+            f"{list(scores_ood)}. Use the names of `ood`."
+        )
     statistics: dict[str, Statistic] = {}
     for name, scores in scores_ood.items():
+        examples_ood = ood_examples.get(name)
+        check_examples(examples_ood, scores, f"ood_examples[{name!r}]")
         for metric in OOD_METRICS:
             key = f"{metric.name.removesuffix('_out')}_{name}"
             if key in statistics:
@@ -330,7 +382,7 @@ def separation(scores_id: Tensor, scores_ood: Mapping[str, Tensor]) -> dict[str,
                     f"Two metrics of the out-of-distribution sets {list(scores_ood)} would be "
                     f"called {key!r}. Rename {name!r}."
                 )
-            statistics[key] = metric.statistic(scores_id, scores)
+            statistics[key] = metric.statistic(scores_id, scores, examples, examples_ood)
     return statistics
 
 

@@ -58,7 +58,7 @@ def normal_quantile(level: float) -> float:
     return torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item()
 
 
-def proportion_interval(successes: float, total: int, level: float) -> tuple[float, float]:
+def proportion_interval(successes: float, total: float, level: float) -> tuple[float, float]:
     """Compute Wilson's score interval for a probability.
 
     Reference:
@@ -76,20 +76,21 @@ def proportion_interval(successes: float, total: int, level: float) -> tuple[flo
 
 
 def paired_proportions_interval(
-    difference: Float[Tensor, " n"], level: float
+    difference: Float[Tensor, " n"], size: float, level: float
 ) -> tuple[float, float]:
     """Compute an interval for the difference of two proportions on the same examples.
 
     The difference for each example is -1, 0 or 1. The interval is the normal approximation after
-    adding half an example to each of the four cells.
+    adding half an example to each of the four cells. `size` is the effective number of examples,
+    which is n if they are independent.
 
     Reference:
         Agresti, Min. Simple improved confidence intervals for comparing matched proportions.
         Statistics in Medicine, 2005.
     """
-    total = len(difference) + 2
-    num_above = (difference > 0).sum().item() + 0.5
-    num_below = (difference < 0).sum().item() + 0.5
+    total = size + 2
+    num_above = (difference > 0).sum().item() * size / len(difference) + 0.5
+    num_below = (difference < 0).sum().item() * size / len(difference) + 0.5
     excess = num_above - num_below
     centre = excess / total
     deviation = math.sqrt(max(0.0, num_above + num_below - excess**2 / total))

@@ -20,9 +20,9 @@ class Metric:
     Attributes:
         name: Name in reports.
         label: Name in tables and on axes.
-        statistic: A function that computes the metric from probabilities and labels, from scores of
-            ID and OOD examples, or from mean, standard deviation, targets and the level of the
-            interval.
+        statistic: A function that computes the metric from probabilities and labels; from scores of
+            ID and OOD examples (and, if examples have several scores, the example of each score);
+            or from mean, standard deviation, targets and the level of the interval.
         better: `lower` or `higher`, whichever is better; `level` if the metric should equal the
             level of the interval that it measures; `ideal` if it should be a certain number
             (differences are then between the distances from this number, and lower is better); None

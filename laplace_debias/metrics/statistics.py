@@ -6,13 +6,15 @@ known.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
+from laplace_debias.metrics.clusters import by_example, effective_size
 from laplace_debias.metrics.intervals import (
     Interval,
     area_interval,
@@ -29,16 +31,19 @@ class Statistic:
 
     Attributes:
         value: The metric.
-        influence: The contribution of each example to the metric, `[n]`. If there is no interval,
-            only the length is used.
+        influence: The contribution of each row to the metric, `[n]`. If there is no interval, only
+            the length is used.
+        examples: The example of each row, `[n]`, if examples have several rows, such as positions.
+            Intervals treat only the examples as independent. None if each row is an example.
     """
 
     value: float
     influence: Shaped[Tensor, "n *rest"]
+    examples: Integer[Tensor, " n"] | None = field(default=None, kw_only=True)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of examples of the set, or the numbers of ID and OOD examples."""
+        """The number of rows of the set, or the numbers of ID and OOD rows."""
         return (len(self.influence),)
 
     def interval(self, level: float) -> Interval:
@@ -49,26 +54,33 @@ class Statistic:
         """This metric minus a reference method's metric on the same examples."""
         return Interval(self.value - reference.value)
 
+    def _examples_with(self, reference: "Statistic") -> Integer[Tensor, " n"] | None:
+        """Return the example of each row, which only one of two methods may know."""
+        return reference.examples if self.examples is None else self.examples
+
 
 @dataclass(frozen=True, eq=False)
 class Proportion(Statistic):
-    """The fraction of examples with a property, for which `influence` is 1, otherwise 0."""
+    """The fraction of rows with a property, for which `influence` is 1, otherwise 0."""
 
     def interval(self, level: float) -> Interval:
         """The value with its confidence interval."""
         num_hits = self.influence.double().sum().item()
-        low, high = proportion_interval(num_hits, len(self.influence), level)
+        size = effective_size(self.influence, self.examples)
+        low, high = proportion_interval(num_hits * size / len(self.influence), size, level)
         return Interval(self.value, low, high)
 
     def difference(self, reference: "Proportion", level: float) -> Interval:
         """This metric minus a reference method's metric on the same examples."""
-        low, high = paired_proportions_interval(self.influence - reference.influence, level)
+        difference = self.influence - reference.influence
+        size = effective_size(difference, self._examples_with(reference))
+        low, high = paired_proportions_interval(difference, size, level)
         return Interval(self.value - reference.value, low, high)
 
 
 @dataclass(frozen=True, eq=False)
 class Mean(Statistic):
-    """A metric that is a mean over examples, at least to first order.
+    """A metric that is a mean over rows, at least to first order.
 
     Attributes:
         lowest: A lower bound of the metric.
@@ -86,31 +98,37 @@ class Mean(Statistic):
 
     def interval(self, level: float) -> Interval:
         """The value with its confidence interval."""
+        influence = by_example(self.influence, self.examples)
         if self.squared:
-            low, high = mean_interval(self.value**2, self.influence, level)
+            low, high = mean_interval(self.value**2, influence, level)
             # Pass `low` and `high` first, because `max` then returns them if they are NaN.
             return Interval(self.value, math.sqrt(max(low, 0.0)), math.sqrt(max(high, 0.0)))
-        low, high = mean_interval(self.value, self.influence, level)
+        low, high = mean_interval(self.value, influence, level)
         return Interval(self.value, max(low, self.lowest), min(high, self.highest))
 
     def difference(self, reference: "Mean", level: float) -> Interval:
         """This metric minus a reference method's metric on the same examples."""
+        examples = self._examples_with(reference)
         influence, reference_influence = self._influence(), reference._influence()
         difference = self.value - reference.value
-        ends = mean_interval(difference, influence - reference_influence, level)
+        ends = mean_interval(
+            difference, by_example(influence - reference_influence, examples), level
+        )
         if self.ideal is None:
             return Interval(difference, *ends)
         # The sign of each deviation from the ideal value may be uncertain. The difference of the
         # distances is monotonic in the difference and in the sum of the deviations, so its extremes
         # are at ends of their intervals.
         total = self.value + reference.value - 2 * self.ideal
-        total_ends = mean_interval(total, influence + reference_influence, level)
+        total_ends = mean_interval(
+            total, by_example(influence + reference_influence, examples), level
+        )
         candidates = [(abs(t + d) - abs(t - d)) / 2 for d in ends for t in total_ends]
         value = abs(self.value - self.ideal) - abs(reference.value - self.ideal)
         return Interval(value, min(candidates), max(candidates))
 
     def _influence(self) -> Float[Tensor, " n"]:
-        """Return the contribution of each example to the value, also if it is a root."""
+        """Return the contribution of each row to the value, also if it is a root."""
         if self.squared:
             return self.influence.double() / max(2 * self.value, torch.finfo(torch.float64).tiny)
         return self.influence.double()
@@ -118,7 +136,7 @@ class Mean(Statistic):
 
 @dataclass(frozen=True, eq=False)
 class MeanShare(Mean):
-    """The mean of a fraction per example, such as the fraction of its labels that are right."""
+    """The mean of a fraction per row, such as the fraction of its labels that are right."""
 
     lowest: float = 0
     highest: float = 1
@@ -128,35 +146,55 @@ class MeanShare(Mean):
         if self.value not in (0, 1):
             return super().interval(level)
         # All examples have the same fraction, 0 or 1, so the mean is a proportion.
-        n = len(self.influence)
+        n = len(by_example(self.influence, self.examples))
         return Interval(self.value, *proportion_interval(self.value * n, n, level))
 
 
 @dataclass(frozen=True, eq=False)
 class Area(Statistic):
-    """A quantity in [0, 1] that depends on ID examples (`influence`) and OOD examples."""
+    """A quantity in [0, 1] that depends on ID rows (`influence`) and OOD rows.
+
+    Attributes:
+        influence_ood: The contribution of each OOD row to the metric.
+        examples_ood: The example of each OOD row; None if each row is an example.
+    """
 
     influence_ood: Float[Tensor, " m"]
+    examples_ood: Integer[Tensor, " m"] | None = field(default=None, kw_only=True)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of ID and OOD examples."""
+        """The numbers of ID and OOD rows."""
         return len(self.influence), len(self.influence_ood)
 
     def interval(self, level: float) -> Interval:
         """The value with its confidence interval."""
-        error = _standard_error(self.influence, self.influence_ood)
-        low, high = area_interval(self.value, error, min(self.sizes), level)
+        influence = by_example(self.influence, self.examples)
+        influence_ood = by_example(self.influence_ood, self.examples_ood)
+        error = _standard_error(influence, influence_ood)
+        smallest = min(len(influence), len(influence_ood))
+        low, high = area_interval(self.value, error, smallest, level)
         return Interval(self.value, low, high)
 
     def difference(self, reference: "Area", level: float) -> Interval:
         """This metric minus a reference method's metric on the same examples."""
+        examples_ood = self.examples_ood
+        if examples_ood is None:
+            examples_ood = reference.examples_ood
         error = _standard_error(
-            self.influence - reference.influence, self.influence_ood - reference.influence_ood
+            by_example(self.influence - reference.influence, self._examples_with(reference)),
+            by_example(self.influence_ood - reference.influence_ood, examples_ood),
         )
         half_width = normal_quantile(level) * error
         value = self.value - reference.value
         return Interval(value, max(-1.0, value - half_width), min(1.0, value + half_width))
+
+
+def with_examples(
+    statistics: Mapping[str, Statistic], examples: Integer[Tensor, " n"] | None
+) -> dict[str, Statistic]:
+    """Set the example of each row; None if each row is an example."""
+    return {name: replace(statistic, examples=examples) for name, statistic in statistics.items()}
 
 
 def _standard_error(*influences: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from laplace_debias.laplace.prediction.evaluation import (
     check_held_out,
     check_targets,
     concatenate_batches,
+    examples_of_rows,
     probabilities_or_means,
     score,
 )
@@ -30,7 +31,7 @@ from laplace_debias.metrics import Report
 from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.definitions import share_statistic
 from laplace_debias.metrics.report import report_of
-from laplace_debias.metrics.statistics import Mean, Statistic
+from laplace_debias.metrics.statistics import Mean, with_examples
 from laplace_debias.system.checks import check_is, real, whole
 from laplace_debias.system.ranks import collective, process_group
 
@@ -318,7 +319,8 @@ class Conformal:
         Args:
             loader: Labelled batches `(x, y)` that `calibrate` did not use.
             generator: Seeds the draws, if the method draws samples.
-            level: Nominal coverage of the confidence intervals of both metrics.
+            level: Nominal coverage of the confidence intervals of both metrics, which treat
+                examples as independent, but not the positions of an example.
 
         Returns:
             `coverage`, the fraction of covered targets; and either `set_size`, the mean number of
@@ -346,17 +348,27 @@ class Conformal:
             else:
                 class_scores = self._scores_of_classes(scores.values)
                 sizes = (class_scores <= quantiles.unsqueeze(-1)).sum(-1)
-            batches.append([covered.double(), sizes.double(), groups, scores.targets])
-        covered, sizes, groups, labels = concatenate_batches(batches, "evaluate")
+            columns = [covered.double(), sizes.double(), groups, scores.targets, scores.is_first]
+            batches.append(columns)
+        covered, sizes, groups, labels, is_first = concatenate_batches(batches, "evaluate")
         # A process without examples made no predictions, so it cannot know the kind of predictive.
         is_normal = any(process_group().exchange(is_normal))
-        statistics: dict[str, Statistic] = {"coverage": share_statistic(covered)}
-        statistics["width" if is_normal else "set_size"] = Mean(
-            sizes.mean().item(), sizes, lowest=0
+        examples = examples_of_rows(is_first)
+        size_name = "width" if is_normal else "set_size"
+        statistics = with_examples(
+            {
+                "coverage": share_statistic(covered),
+                size_name: Mean(sizes.mean().item(), sizes, lowest=0),
+            },
+            examples,
         )
         if self._groups is not None:
             for group in groups.unique().tolist():
-                statistics[f"coverage_{group}"] = share_statistic(covered[groups == group])
+                is_in_group = groups == group
+                coverage = share_statistic(covered[is_in_group])
+                if examples is not None:
+                    coverage = replace(coverage, examples=examples[is_in_group])
+                statistics[f"coverage_{group}"] = coverage
         return report_of(statistics, labels, level)
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 from torch.distributions import Bernoulli, Distribution, MultivariateNormal, Normal
 
@@ -24,6 +24,7 @@ from laplace_debias.metrics.checks import check_level
 from laplace_debias.metrics.definitions import nll_statistic, rmse_statistic
 from laplace_debias.metrics.evaluation import separation
 from laplace_debias.metrics.report import report_of
+from laplace_debias.metrics.statistics import with_examples
 from laplace_debias.system.ranks import process_group
 
 
@@ -107,6 +108,8 @@ class Scores:
         values: Probabilities, `[n, C]` (`[n]` for a single logit), or means of numbers, `[n, C]`.
         log_probs: The log-probabilities of the targets.
         targets: The targets.
+        is_first: Whether each row is the first of its example. An example has several rows if its
+            outputs have positions.
         deviations: Standard deviations of numbers; None for classes and labels, and for a
             predictive without a variance.
         levels: The smallest levels of central intervals that contain the targets; None if the
@@ -117,6 +120,7 @@ class Scores:
     values: Float[Tensor, "n *outputs"]
     log_probs: Float[Tensor, " n"]
     targets: Tensor
+    is_first: Bool[Tensor, " n"]
     deviations: Float[Tensor, "n *outputs"] | None = None
     levels: Float[Tensor, "n *outputs"] | None = None
 
@@ -133,6 +137,23 @@ class Scores:
     def _columns(self) -> dict[str, Tensor]:
         """The tensors, keyed by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+
+def is_first_of_example(
+    num_examples: int, counted: Bool[Tensor, " rows"]
+) -> Bool[Tensor, " counted_rows"]:
+    """Return whether each row that counts is the first of its example.
+
+    Before ignored rows are left out, every example of the batch has the same number of rows.
+    """
+    rows_per_example = max(1, len(counted) // num_examples)
+    examples = torch.arange(len(counted), device=counted.device) // rows_per_example
+    return examples[counted].diff(prepend=examples.new_tensor([-1])) != 0
+
+
+def examples_of_rows(is_first: Bool[Tensor, " n"]) -> Int[Tensor, " n"] | None:
+    """Return the number of each row's example, or None if each row is an example."""
+    return None if is_first.all() else is_first.cumsum(0)
 
 
 def evaluate_predictions(
@@ -156,8 +177,8 @@ def evaluate_predictions(
         class_dim: The dimension of the outputs that holds the classes.
         intervals: Whether to compute confidence intervals.
         level: The nominal coverage of the intervals.
-        score_inputs: A function from inputs to scores that should be larger for OOD data; None for
-            the entropy, or for the variance of a regression.
+        score_inputs: A function from inputs to scores that should be larger for OOD data, one for
+            each row; None for the entropy, or for the variance of a regression.
     """
     # The level is checked first, because the predictions may take a long time.
     check_level(level)
@@ -168,19 +189,21 @@ def evaluate_predictions(
         checked = check_targets(likelihood, predictive, batch.targets, class_dim)
         batches_of_scores.append(score(predictive, checked))
         if score_inputs is not None:
-            uncertainties = score_inputs(batch.inputs).flatten()
+            uncertainties = score_inputs(batch.inputs)
+            counted = torch.ones_like(uncertainties, dtype=torch.bool)
             if len(uncertainties) == len(checked.counted):
-                uncertainties = uncertainties[checked.counted.to(uncertainties.device)]
-            batches_of_uncertainties.append([uncertainties])
+                counted = checked.counted.to(uncertainties.device)
+            is_first = is_first_of_example(batch.num_examples, counted)
+            batches_of_uncertainties.append([uncertainties[counted], is_first])
     scores = Scores.concatenate(batches_of_scores)
     if score_inputs is None:
         return _report(scores, predict, batches, ood, intervals=intervals, level=level)
-    (uncertainties,) = concatenate_batches(batches_of_uncertainties, "evaluate")
+    uncertainties, is_first = concatenate_batches(batches_of_uncertainties, "evaluate")
     report = _report(scores, predict, batches, {}, intervals=False, level=level)
-    uncertainties_ood = {
-        name: _for_all(data, name, score_inputs).flatten() for name, data in ood.items()
-    }
-    statistics = report._statistics | separation(uncertainties, uncertainties_ood)
+    uncertainties_ood, ood_examples = _for_ood_sets(ood, lambda x: score_inputs(x).flatten())
+    statistics = report._statistics | separation(
+        uncertainties, uncertainties_ood, examples_of_rows(is_first), ood_examples
+    )
     return report_of(statistics, report._targets, level, intervals)
 
 
@@ -195,51 +218,63 @@ def _report(
 ) -> metrics.Report:
     """Evaluate predictions, and their uncertainty on OOD data."""
     values = scores.values
+    examples = examples_of_rows(scores.is_first)
 
-    def for_ood_sets(summarise: Callable[[Distribution], Tensor]) -> dict[str, Tensor]:
-        return {
-            name: _for_all(data, name, lambda x: summarise(predict(x)))
-            for name, data in ood.items()
-        }
+    def for_ood_sets(
+        summarise: Callable[[Distribution], Tensor],
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return _for_ood_sets(ood, lambda x: summarise(predict(x)))
 
     if scores.kind == "labels":
+        probs_ood, ood_examples = for_ood_sets(probabilities_or_means)
         return metrics.evaluate_multilabel(
             values,
             scores.targets.long().reshape(values.shape),
-            for_ood_sets(probabilities_or_means),
+            probs_ood,
             log_probs=scores.log_probs,
+            examples=examples,
+            ood_examples=ood_examples,
             intervals=intervals,
             level=level,
         )
     if scores.kind == "classes":
         probs, labels = classified(values, scores.targets)
+        probs_ood, ood_examples = for_ood_sets(probabilities_or_means)
         return metrics.evaluate(
             probs,
             labels,
-            for_ood_sets(probabilities_or_means),
+            probs_ood,
             # Near p = 1, the digits of 1 − p are lost. For a single label, the log-probabilities
             # keep them.
             log_probs=scores.log_probs if values.ndim == 1 else None,
+            examples=examples,
+            ood_examples=ood_examples,
             intervals=intervals,
             level=level,
         )
     targets = scores.targets.reshape(values.shape).to(values.dtype)
     if scores.deviations is None:
-        statistics = {
-            "nll": nll_statistic(scores.log_probs),
-            "rmse": rmse_statistic(values, targets),
-        }
+        statistics = with_examples(
+            {"nll": nll_statistic(scores.log_probs), "rmse": rmse_statistic(values, targets)},
+            examples,
+        )
         if ood:
-            in_distribution = _for_all(batches, "test", lambda x: _mean_variance(predict(x)))
-            statistics |= separation(in_distribution, for_ood_sets(_mean_variance))
+            variances, is_first = _for_all(batches, "test", lambda x: _mean_variance(predict(x)))
+            variances_ood, ood_examples = for_ood_sets(_mean_variance)
+            statistics |= separation(
+                variances, variances_ood, examples_of_rows(is_first), ood_examples
+            )
         return report_of(statistics, targets, level, intervals)
+    deviations_ood, ood_examples = for_ood_sets(_standard_deviations)
     if scores.kind == "normal":
         return metrics.evaluate_regression(
             values,
             scores.deviations,
             targets,
-            for_ood_sets(_standard_deviations),
+            deviations_ood,
             log_probs=scores.log_probs,
+            examples=examples,
+            ood_examples=ood_examples,
             intervals=intervals,
             level=level,
         )
@@ -248,22 +283,52 @@ def _report(
         scores.deviations,
         targets,
         scores.log_probs,
-        for_ood_sets(_standard_deviations),
+        deviations_ood,
         levels=scores.levels,
+        examples=examples,
+        ood_examples=ood_examples,
         intervals=intervals,
         level=level,
     )
 
 
-def _for_all(data: Iterable[Batch], name: str, predict: Callable[[Inputs], Tensor]) -> Tensor:
-    """Predict for batches that are distributed over all processes, and collect the results."""
-    predictions = [predict(batch.inputs) for batch in repeated_examples(data)]
-    columns = process_group().on_all([torch.cat(predictions)] if predictions else None)
+def _for_ood_sets(
+    ood: Mapping[str, Iterable[Batch]], predict: Callable[[Inputs], Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Predict for each OOD set, and return the rows, and their examples if these have several."""
+    predictions = {}
+    examples = {}
+    for name, data in ood.items():
+        predictions[name], is_first = _for_all(data, name, predict)
+        examples_of_set = examples_of_rows(is_first)
+        if examples_of_set is not None:
+            examples[name] = examples_of_set
+    return predictions, examples
+
+
+def _for_all(
+    data: Iterable[Batch], name: str, predict: Callable[[Inputs], Tensor]
+) -> tuple[Tensor, Bool[Tensor, " rows"]]:
+    """Predict for batches that are distributed over all processes, and collect the results.
+
+    Returns:
+        The rows of the predictions, and whether each row is the first of its example.
+    """
+    predictions = []
+    first_rows = []
+    for batch in repeated_examples(data):
+        rows = predict(batch.inputs)
+        predictions.append(rows)
+        counted = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        first_rows.append(is_first_of_example(batch.num_examples, counted))
+    own = [torch.cat(predictions), torch.cat(first_rows)] if predictions else None
+    columns = process_group().on_all(own)
     if columns is None:
         raise ValueError(
             f"The OOD loader {name!r} has no batches. Pass a loader with at least one batch."
         )
-    return columns[0]
+    rows, is_first = columns
+    return rows, is_first
 
 
 def check_targets(
@@ -319,6 +384,7 @@ def score(predictive: Distribution, checked: CheckedTargets) -> Scores:
         values=values[counted],
         log_probs=log_probs[counted],
         targets=checked.labels[counted],
+        is_first=is_first_of_example(predictive.batch_shape[0], counted),
         deviations=deviations,
         levels=levels,
     )

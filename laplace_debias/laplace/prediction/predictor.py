@@ -247,8 +247,8 @@ class Predictor(ABC):
     ) -> Report:
         """Evaluate the predictions on labelled data: accuracy, calibration and OOD detection.
 
-        Each metric comes with a confidence interval, which treats the targets as independent.
-        Ignored targets do not count.
+        Each metric comes with a confidence interval, which treats examples as independent, but not
+        the positions of an example. Ignored targets do not count.
 
         Args:
             loader: Labelled batches `(x, y)`, or `(x, y, w)` with whole-numbered example weights:
@@ -303,7 +303,7 @@ class Predictor(ABC):
             return self._predict(x, prediction, checked_link)
 
         def score_inputs(x: Inputs) -> Tensor:
-            """Return the requested score of each input."""
+            """Return the requested score of each input or position."""
             scores = self._uncertainty(x, prediction, checked_link).scores
             if score is None or score not in scores:
                 advice = "Remove `score=`."
@@ -312,7 +312,7 @@ class Predictor(ABC):
                 raise ValueError(
                     f"`score={score!r}` is not available for these predictions. {advice}"
                 )
-            return scores[score]
+            return scores[score].flatten()
 
         state = self._states[0]
         bar = "evaluate" if progress else None
