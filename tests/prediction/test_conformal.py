@@ -83,6 +83,25 @@ def test_the_quantile_is_that_of_its_definition():
         conformal_quantile(scores, 0.96)
 
 
+def test_the_quantile_holds_for_dependent_positions():
+    """Equal positions have the rank of one position, here ⌈26 · 0.9⌉ = 24 of 25 examples."""
+    scores = torch.randperm(25, generator=generator()).double()
+    assert conformal_quantile(scores, 0.9) == 23
+    assert conformal_quantile(scores.repeat_interleave(40), 0.9, 40) == 23
+    with pytest.raises(ValueError, match=r"320 calibration examples are too few.*at least 360"):
+        conformal_quantile(scores[:8].repeat_interleave(40), 0.9, 40)
+
+
+@pytest.mark.parametrize("groups", [None, lambda x: (x[..., 0] > 0).long().flatten()])
+def test_equal_positions_have_the_quantile_of_single_ones(classifier, groups):
+    model, la = classifier
+    x, y = class_data(model, 75, 3)
+    single = Conformal(la, groups=groups).calibrate([(x[:, None], y[:, None])], LEVEL)
+    repeated = [(x[:, None].repeat(1, 7, 1), y[:, None].repeat(1, 7))]
+    conformal = Conformal(la, groups=groups).calibrate(repeated, LEVEL)
+    torch.testing.assert_close(conformal.quantiles, single.quantiles)
+
+
 def check_coverage(covered, num_calibration=NUM_CALIBRATION):
     """As many of new examples are covered as conformal prediction has in 99.9 % of draws."""
     rank = math.ceil((num_calibration + 1) * LEVEL)

@@ -151,9 +151,12 @@ def mass_above(
 
 
 def conformal_quantile(
-    scores: Float[Tensor, "n *outputs"], level: float
+    scores: Float[Tensor, "n *outputs"], level: float, num_positions: int = 1
 ) -> Float[Tensor, "*outputs"]:
-    """Return the ⌈(n + 1) · level⌉-th smallest score.
+    """Return the ⌈(n + T) · level⌉-th smallest score, for examples with up to T positions.
+
+    A new example adds up to T scores. The quantile is at least that of all n + T scores, whatever
+    the new scores are, so the positions of an example may be dependent.
 
     Raises:
         ValueError: If there are too few scores for the level.
@@ -161,13 +164,13 @@ def conformal_quantile(
     num_scores = len(scores)
     # The product is rounded, because floating-point errors may put it slightly above a whole
     # number.
-    rank = max(1, math.ceil(round((num_scores + 1) * level, 9)))
+    rank = max(1, math.ceil(round((num_scores + num_positions) * level, 9)))
     if rank > num_scores:
-        least = math.ceil(round(level / (1 - level), 9))
+        least = math.ceil(round(num_positions * level / (1 - level), 9))
         raise ValueError(
             f"{num_scores} calibration examples are too few for `level={level}`. Pass "
-            f"at least {least} examples (if you use groups, this many in each group), "
-            "or use a lower level."
+            f"at least {least} examples (if you use groups, this many in each group; if outputs "
+            "have positions, this many positions), or use a lower level."
         )
     return scores.sort(dim=0).values[rank - 1]
 
@@ -177,7 +180,9 @@ class Conformal:
 
     The guarantee requires no assumptions about the model, only that calibration and new examples
     are exchangeable. It holds on average over examples (with `groups`, within each group) and over
-    the draw of the calibration data. The posterior determines how the size of the sets varies
+    the draw of the calibration data. If outputs have positions, it holds on average over positions,
+    which may be dependent, of examples that have at most as many as the longest calibration
+    example. The posterior determines how the size of the sets varies
     between inputs.
 
     - Classes: adaptive sets of the most probable classes (`mass_above`).
@@ -270,12 +275,18 @@ class Conformal:
         for batch in self._stream(loader, generator):
             predictive = self._predict(batch.inputs, generator)
             checked = self._checked_targets(batch, predictive)
-            scores = self._scores_of_targets(score(predictive, checked))
-            batches.append([scores, self._groups_of_targets(batch.inputs, checked)])
-        scores, groups = concatenate_batches(batches, "calibrate")
+            scores = score(predictive, checked)
+            groups = self._groups_of_targets(batch.inputs, checked)
+            batches.append([self._scores_of_targets(scores), groups, scores.is_first])
+        scores_of_targets, groups, is_first = concatenate_batches(batches, "calibrate")
+        examples = is_first.cumsum(0)
         quantiles = {}
         for group in groups.unique().tolist():
-            quantiles[group] = conformal_quantile(scores[groups == group], level)
+            is_in_group = groups == group
+            num_positions = int(examples[is_in_group].bincount().max())
+            quantiles[group] = conformal_quantile(
+                scores_of_targets[is_in_group], level, num_positions
+            )
         self.quantiles = quantiles
         self.level = level
         self._calibrated_for = self._posterior_values()
