@@ -1,15 +1,19 @@
 """Fit, tune and evaluate a posterior on the loaders of a training run when it ends."""
 
+import copy
 import itertools
+import random
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import (
+    DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -32,6 +36,7 @@ from laplace_debias.laplace.fitting.auto import Auto
 from laplace_debias.laplace.tuning.result import Tuning
 from laplace_debias.metrics import Report
 from laplace_debias.system.ranks import process_group
+from laplace_debias.system.shown import warn
 
 NO_VALIDATION_DATA = (
     "The posterior is tuned on validation data, but the run has none. Pass validation data to "
@@ -61,6 +66,42 @@ def _without_tf32() -> Iterator[None]:
         yield
     finally:
         settings.fp32_precision = earlier
+
+
+@contextmanager
+def _unchanged_random_states(model: nn.Module) -> Iterator[None]:
+    """Restore the global random states, so that the training draws the same random numbers."""
+    devices = {parameter.device for parameter in model.parameters()}
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    try:
+        with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def _first_batch(loader: Any) -> list[Any] | None:
+    """Read the first batch of a loader without its workers, and without changing its order.
+
+    A copy of the sampler chooses the examples, because a sampler may have its own generator.
+
+    Returns:
+        The batch in a list, which is empty if the loader has no batches. None if the batch cannot
+        be read without changing the data of the training, as for a stream.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    if batches is None or _is_stream(loader):
+        return None
+    dataset = loader.dataset
+    try:
+        copied_batches = copy.deepcopy(batches, {id(dataset): dataset})
+    # Copying attributes of a user's sampler may raise any error.
+    except Exception:
+        return None
+    indices = list(itertools.islice(copied_batches, 1))
+    return list(DataLoader(dataset, batch_sampler=indices, collate_fn=loader.collate_fn))
 
 
 def _shared_loader(loader: Any) -> Any:
@@ -189,8 +230,43 @@ class PosteriorAtEnd:
         """Return an unfitted `Laplace` for a network, which must be in eval mode."""
         return Laplace(network, self.likelihood, **self.options)
 
-    def check_loaders(self, train_loader: Any, validation_loader: Any) -> None:
-        """Check the loaders before training starts.
+    def check(self, la: Laplace, train_loader: Any, validation_loader: Any) -> None:
+        """Check the loaders, and their first batches as a fit does, before training starts.
+
+        The training is not affected. Therefore, the first batch of a stream is not read.
+
+        Args:
+            la: An unfitted posterior of the network.
+            train_loader: The training loader.
+            validation_loader: The validation loader; None without tuning.
+
+        Raises:
+            Exception: If the fit would reject the data, or does not support the network.
+        """
+        self._check_loaders(train_loader, validation_loader)
+        with _unchanged_random_states(la.model):
+            train_batches = _first_batch(train_loader)
+            if train_batches is not None:
+                self._check_batches(la, train_batches, "training")
+            validation_batches = _first_batch(validation_loader)
+            if validation_batches is not None:
+                self._check_batches(la, validation_batches, "validation")
+
+    def _check_batches(self, la: Laplace, batches: list[Any], purpose: str) -> None:
+        """Check batches by planning a fit to them, and warn if memory is likely to be too small."""
+        try:
+            # A fit with `mode="auto"` runs like cross-fitting, but cannot be planned.
+            plan = la.plan(batches, "crossfit" if self.mode == "auto" else self.mode)
+        except Exception as error:
+            error.add_note(f"The posterior was checked on the first batch of the {purpose} data.")
+            raise
+        try:
+            plan.check()
+        except ValueError as error:
+            warn(f"The posterior may not fit into memory at the end of training. {error}")
+
+    def _check_loaders(self, train_loader: Any, validation_loader: Any) -> None:
+        """Check the loaders without reading them.
 
         Raises:
             ValueError: If the fit reads only a part of the data and the loader does not reveal the

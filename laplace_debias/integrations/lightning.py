@@ -57,7 +57,9 @@ class LaplaceCallback(Callback):
     Raises:
         ValueError: When training starts, if the module has no such network, there is no validation
             loader, there are several loaders, or a hook of the module or the data module may change
-            the batches and `batch=` is missing. Also raises the errors of `Laplace`.
+            the batches and `batch=` is missing. Also raises the errors of `Laplace`, and those of
+            `Laplace.plan` for the first batches.
+        TypeError: When training starts, if a loader is an iterator.
 
     Example:
         >>> from laplace_debias.integrations.lightning import LaplaceCallback
@@ -87,12 +89,12 @@ class LaplaceCallback(Callback):
         return self._settings.describe_callback(self.path)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the options and the loaders before training starts."""
+        """Check the options, the loaders and their first batches before training starts."""
         if "batch" not in self._settings.options:
             _check_hooks(trainer, pl_module)
         validation_loader = _validation_loader(trainer) if self._settings.tune else None
-        self._settings.check_loaders(_training_loader(trainer), validation_loader)
-        self._settings.unfitted(copy_in_eval_mode(self._network(pl_module)))
+        la = self._settings.unfitted(copy_in_eval_mode(self._network(pl_module)))
+        self._settings.check(la, _training_loader(trainer), validation_loader)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit, tune, log and save the posterior, after the last checkpoint has been written."""
@@ -219,11 +221,18 @@ def _converting_loader(loader: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def _single_loader(loaders: Any, purpose: str) -> Any:
-    """Return the loader, and require that there is only one.
+    """Return the loader, and require that there is only one, which can be read several times.
 
     Raises:
         ValueError: If there are several loaders.
+        TypeError: If the loader is an iterator.
     """
+    if isinstance(loaders, Iterator):
+        raise TypeError(
+            f"The {purpose} loader is an iterator ({type(loaders).__name__}), which can be read "
+            "only once, but the posterior needs the data after the training. Pass a DataLoader to "
+            "the trainer."
+        )
     is_list = isinstance(loaders, Sequence)
     if is_list and len(loaders) == 1:
         return loaders[0]

@@ -55,7 +55,7 @@ class LaplaceCallback(TrainerCallback):
         TypeError: If `trainer` is not a `transformers.Trainer`.
         ValueError: If there is no evaluation data, or there are several sets; when training starts,
             if the likelihood does not match the `problem_type` of the model. Also raises the errors
-            of `Laplace`.
+            of `Laplace`, and when training starts those of `Laplace.plan` for the first batches.
 
     Example:
         >>> from laplace_debias.integrations.transformers import LaplaceCallback
@@ -78,11 +78,12 @@ class LaplaceCallback(TrainerCallback):
     ) -> None:
         check_is(trainer, "trainer", Trainer)
         check_mode(mode, None)
-        if tune and trainer.eval_dataset is None:
+        datasets: Any = trainer.eval_dataset
+        if tune and datasets is None:
             raise ValueError(NO_VALIDATION_DATA)
-        if tune and isinstance(trainer.eval_dataset, Mapping):
+        if tune and isinstance(datasets, Mapping):
             raise ValueError(
-                f"The trainer has {len(trainer.eval_dataset)} evaluation data sets, but a "
+                f"The trainer has {len(datasets)} evaluation data sets, but a "
                 "posterior can be tuned on only one. Pass one evaluation data set to the "
                 "trainer, or use Laplace after the training."
             )
@@ -100,14 +101,14 @@ class LaplaceCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Check the loaders and the loss before training starts."""
+        """Check the loss, the loaders and their first batches before training starts."""
         model: Any = self._trainer.model
         problem_type = getattr(getattr(model, "config", None), "problem_type", None)
         _check_problem_type(problem_type, self._settings.likelihood)
         if args.label_smoothing_factor and self._trainer.compute_loss_func is None:
             _warn_of_label_smoothing(args.label_smoothing_factor, self._settings.likelihood)
-        evaluation_loader = self._trainer.get_eval_dataloader() if self._settings.tune else None
-        self._settings.check_loaders(kwargs["train_dataloader"], evaluation_loader)
+        la = self._unfitted_posterior()
+        self._settings.check(la, kwargs["train_dataloader"], self._evaluation_loader())
 
     def on_train_end(
         self,
@@ -119,9 +120,8 @@ class LaplaceCallback(TrainerCallback):
         """Fit, tune, log and save the posterior."""
         trainer = self._trainer
         la = self._unfitted_posterior()
-        evaluation_loader = trainer.get_eval_dataloader() if self._settings.tune else None
         train_loader = trainer.get_train_dataloader()
-        numbers, report, tuning = self._settings.fit(la, train_loader, evaluation_loader)
+        numbers, report, tuning = self._settings.fit(la, train_loader, self._evaluation_loader())
         trainer.log({f"eval_{name}": number for name, number in numbers.items()})
         # Set the attributes before saving, because saving may fail after a long training.
         self.laplace = la
@@ -129,6 +129,12 @@ class LaplaceCallback(TrainerCallback):
         folder = _checkpoint_folder(args, state)
         la.save_pretrained(folder, evaluation=report)
         self.folder = folder
+
+    def _evaluation_loader(self) -> Any:
+        """Return a loader of the evaluation data, or None without tuning."""
+        if not self._settings.tune:
+            return None
+        return self._trainer.get_eval_dataloader()
 
     def _unfitted_posterior(self) -> Laplace:
         """Return an unfitted `Laplace` for the trainer's model."""

@@ -2,10 +2,13 @@
 
 import csv
 import logging
+import multiprocessing
+import random
 import warnings
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from oracle import close, flat_jacobian, functional_covariance, ggn
@@ -22,6 +25,7 @@ from torch.utils.data import (
 
 from laplace_debias import Categorical, Laplace
 from laplace_debias.integrations.end_of_training import PosteriorAtEnd
+from laplace_debias.laplace.fitting import plan as plans
 
 
 def classes(n, seed):
@@ -502,6 +506,104 @@ def test_lightning_refuses_a_part_of_data_of_unknown_size(lightning, tmp_path, u
     assert callback.laplace.num_data == 200
 
 
+class Iterable:
+    """A loader that can be read once."""
+
+    def __init__(self):
+        self._batches = iter(TRAIN)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self._batches)
+
+
+def with_targets(targets):
+    return DataLoader(TensorDataset(TRAIN.dataset.tensors[0], targets), batch_size=50)
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "options", "message"),
+    [
+        (with_targets(torch.zeros(200, 2).long()), VALIDATION, {}, r"got shape \(50, 2\)"),
+        (TRAIN, with_targets(torch.full((200,), 3)), {}, "between 0 and 2, got 3"),
+        (TRAIN, VALIDATION, {"likelihood": "regression"}, r"(?i)targets"),
+        (TRAIN, DataLoader(VALIDATION.dataset.tensors[0], 50), {}, "must be pairs"),
+        (DataLoader(TRAIN.dataset, 500, drop_last=True), VALIDATION, {}, "contains no examples"),
+        (Iterable(), VALIDATION, {}, r"iterator \(Iterable\)"),
+    ],
+)
+def test_lightning_checks_the_first_batches(
+    lightning, train, validation, options, message, tmp_path, unchecked
+):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    trained = module(lightning, "inner")
+    callback = LaplaceCallback(**options, network="inner", params="last_layer")
+    run = trainer(lightning, tmp_path, [callback], num_sanity_val_steps=0)
+    with pytest.raises((TypeError, ValueError), match=message):
+        run.fit(trained, train, validation)
+    assert run.global_step == 0
+    assert torch.equal(trained.inner[0].weight, mlp()[0].weight)
+
+
+def with_random_numbers(examples):
+    """Collate examples, and augment them with each of the global generators."""
+    x, y = torch.utils.data.default_collate(examples)
+    return x + 0.1 * torch.randn_like(x) + random.random() + np.random.rand(), y
+
+
+def with_running_statistics():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("has_generator", [False, True])
+def test_the_checks_do_not_change_the_training(lightning, has_generator, tmp_path, unchecked):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    states = []
+    for callbacks in ([], [LaplaceCallback(network="inner", curvature="diag")]):
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        generator = torch.Generator().manual_seed(2) if has_generator else None
+        train = DataLoader(
+            TRAIN.dataset, 50, shuffle=True, generator=generator, collate_fn=with_random_numbers
+        )
+        trained = module(lightning, "inner", with_running_statistics)
+        trainer(lightning, tmp_path, callbacks).fit(trained, train, VALIDATION)
+        states.append(trained.state_dict())
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+
+
+def test_the_checks_leave_no_worker_processes():
+    generator = torch.Generator().manual_seed(2)
+    loader = DataLoader(
+        TRAIN.dataset,
+        50,
+        shuffle=True,
+        generator=generator,
+        num_workers=2,
+        persistent_workers=True,
+    )
+    state = generator.get_state()
+    settings = PosteriorAtEnd("classification", "full", tune=False, options={})
+    settings.check(settings.unfitted(mlp().eval()), loader, None)
+    assert torch.equal(generator.get_state(), state)
+    assert loader._iterator is None
+    assert not multiprocessing.active_children()
+
+
+def test_the_checks_warn_if_memory_is_too_small(monkeypatch):
+    monkeypatch.setattr(plans, "available_memory", lambda _: 1_000)
+    settings = PosteriorAtEnd("classification", "auto", tune=False, options={})
+    with pytest.warns(UserWarning, match="may not fit into memory at the end of training"):
+        settings.check(settings.unfitted(mlp().eval()), TRAIN, None)
+
+
 # ------------------------------------------------- Hugging Face
 
 
@@ -749,3 +851,68 @@ def test_the_trainer_callback_refuses_before_the_training(tmp_path, unchecked):
     with pytest.raises(ValueError, match="the run has none"):
         LaplaceCallback(run)
     assert run.model.training
+
+
+def untouched(run, weights):
+    """Whether the trainer's model has the given weights and is in training mode."""
+    trained = nn.utils.parameters_to_vector(run.model.parameters())
+    return run.model.training and run.state.global_step == 0 and torch.equal(trained, weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "changed_labels", "message"),
+    [
+        ({"likelihood": "regression"}, None, "(?i)targets"),
+        ({"curvature": "gp"}, None, '`curvature="gp"` stores inducing inputs'),
+        ({}, "training", "none of them has a name of targets"),
+        ({}, "evaluation", "none of them has a name of targets"),
+    ],
+)
+def test_the_trainer_callback_checks_the_first_batches(
+    options, changed_labels, message, tmp_path, unchecked
+):
+    run = hugging_face_trainer(tmp_path, eval_strategy="no", save_strategy="no", max_steps=1)
+    from laplace_debias.integrations.transformers import LaplaceCallback
+
+    data = {"training": run.train_dataset, "evaluation": run.eval_dataset}
+    for example in data.get(changed_labels, ()):
+        del example["labels"]
+    callback = LaplaceCallback(run, **options)
+    run.add_callback(callback)
+    weights = nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
+    with pytest.raises((TypeError, ValueError), match=message) as raised:
+        run.train()
+    assert untouched(run, weights)
+    place = changed_labels.replace("evaluation", "validation") if changed_labels else "training"
+    assert raised.value.__notes__ == [
+        f"The posterior was checked on the first batch of the {place} data."
+    ]
+
+
+def test_the_trainer_callback_refuses_a_tied_last_layer_before_the_training(tmp_path, unchecked):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    run = hugging_face_trainer(tmp_path, transformers.GPT2LMHeadModel(config), max_steps=1)
+    for example in (*run.train_dataset, *run.eval_dataset):
+        example["labels"] = example["input_ids"]
+    from laplace_debias.integrations.transformers import LaplaceCallback
+
+    run.add_callback(LaplaceCallback(run, params="last_layer"))
+    weights = nn.utils.parameters_to_vector(run.model.parameters()).detach().clone()
+    with pytest.raises((ValueError, NotImplementedError), match="lm_head"):
+        run.train()
+    assert untouched(run, weights)
+
+
+def test_the_trainers_training_is_the_same_with_the_callback(tmp_path, unchecked):
+    states = []
+    for has_callback in (False, True):
+        run = hugging_face_trainer(tmp_path / str(has_callback))
+        from laplace_debias.integrations.transformers import LaplaceCallback
+
+        if has_callback:
+            run.add_callback(LaplaceCallback(run, curvature="diag"))
+        run.train()
+        states.append(run.model.state_dict())
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name

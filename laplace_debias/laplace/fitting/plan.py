@@ -153,7 +153,9 @@ def plan_fit(
     with alone(), torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         fisher = setup.config.fisher.seeded(None, process_group())
         stream = setup.spec.training_stream(loader, setup.device)
-        _, context = examine(setup, [stream], reads_all=False, fisher=fisher)
+        parameters, context = examine(setup, [stream], reads_all=False, fisher=fisher)
+        setup.prior.for_parameters(parameters)
+        structure.check(context)
         batch = stream.first
         assert batch is not None
         if reads.num_batches is not None:
