@@ -1,9 +1,11 @@
 """A callback for Hugging Face's Trainer: `pip install laplace-debias[transformers]`."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from laplace_debias.curvature.data.batch_forms import TARGETS
 from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood, likelihood_from
 from laplace_debias.integrations.end_of_training import (
     NO_VALIDATION_DATA,
@@ -87,6 +89,9 @@ class LaplaceCallback(TrainerCallback):
                 "posterior can be tuned on only one. Pass one evaluation data set to the "
                 "trainer, or use Laplace after the training."
             )
+        label_names = trainer.args.label_names or ()
+        if "batch" not in options and len(label_names) == 1 and label_names[0] not in TARGETS:
+            options["batch"] = partial(_inputs_and_targets, target_name=label_names[0])
         self._trainer = trainer
         self._settings = PosteriorAtEnd(likelihood, mode, tune, options)
         self._unfitted_posterior()
@@ -140,6 +145,13 @@ class LaplaceCallback(TrainerCallback):
         """Return an unfitted `Laplace` for the trainer's model."""
         model: Any = self._trainer.model
         return self._settings.unfitted(copy_in_eval_mode(model))
+
+
+def _inputs_and_targets(batch: Mapping[str, Any], target_name: str) -> tuple[dict[str, Any], Any]:
+    """Split a batch whose targets have a name from `TrainingArguments(label_names=...)`."""
+    inputs = dict(batch)
+    targets = inputs.pop(target_name, None)
+    return inputs, targets
 
 
 def _check_problem_type(problem_type: str | None, likelihood: str | Likelihood) -> None:

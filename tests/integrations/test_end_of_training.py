@@ -916,3 +916,35 @@ def test_the_trainers_training_is_the_same_with_the_callback(tmp_path, unchecked
         states.append(run.model.state_dict())
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
+
+
+class OwnLabels(nn.Module):
+    """A classifier whose targets have a name of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.EmbeddingBag(20, 2)
+
+    def forward(self, input_ids, species=None):
+        logits = self.table(input_ids)
+        if species is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, species), "logits": logits}
+
+
+def test_the_trainer_callback_has_the_name_of_the_targets(tmp_path, unchecked):
+    run = hugging_face_trainer(tmp_path, OwnLabels(), label_names=["species"])
+    for example in (*run.train_dataset, *run.eval_dataset):
+        example["species"] = example.pop("labels")
+    from laplace_debias.integrations.transformers import LaplaceCallback
+
+    callback = LaplaceCallback(run, curvature="diag", tune=False)
+    run.add_callback(callback)
+    run.train()
+    examples = run.train_dataset
+    pairs = TensorDataset(
+        torch.stack([example["input_ids"] for example in examples]),
+        torch.stack([example["species"] for example in examples]),
+    )
+    expected = Laplace(run.model.eval(), curvature="diag").fit(DataLoader(pairs, 20))
+    close(precision_diagonal(callback.laplace), precision_diagonal(expected), 1e-5)
