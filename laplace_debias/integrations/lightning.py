@@ -233,15 +233,14 @@ def _single_loader(loaders: Any, purpose: str) -> Any:
             "only once, but the posterior needs the data after the training. Pass a DataLoader to "
             "the trainer."
         )
-    is_list = isinstance(loaders, Sequence)
-    if is_list and len(loaders) == 1:
-        return loaders[0]
-    if is_list or isinstance(loaders, Mapping):
+    if not isinstance(loaders, (Sequence, Mapping)):
+        return loaders
+    if len(loaders) != 1:
         raise ValueError(
             f"The run has {len(loaders)} {purpose} loaders, but a posterior is fitted with one. "
             "Pass one loader to the trainer, or use Laplace after the training."
         )
-    return loaders
+    return next(iter(loaders.values())) if isinstance(loaders, Mapping) else loaders[0]
 
 
 def _best_checkpoint(trainer: Trainer) -> Path | None:

@@ -83,7 +83,7 @@ class LaplaceCallback(TrainerCallback):
         datasets: Any = trainer.eval_dataset
         if tune and datasets is None:
             raise ValueError(NO_VALIDATION_DATA)
-        if tune and isinstance(datasets, Mapping):
+        if tune and isinstance(datasets, Mapping) and len(datasets) != 1:
             raise ValueError(
                 f"The trainer has {len(datasets)} evaluation data sets, but a "
                 "posterior can be tuned on only one. Pass one evaluation data set to the "
@@ -139,7 +139,10 @@ class LaplaceCallback(TrainerCallback):
         """Return a loader of the evaluation data, or None without tuning."""
         if not self._settings.tune:
             return None
-        return self._trainer.get_eval_dataloader()
+        dataset: Any = self._trainer.eval_dataset
+        if isinstance(dataset, Mapping):
+            (dataset,) = dataset.values()
+        return self._trainer.get_eval_dataloader(dataset)
 
     def _unfitted_posterior(self) -> Laplace:
         """Return an unfitted `Laplace` for the trainer's model."""

@@ -604,6 +604,18 @@ def test_the_checks_warn_if_memory_is_too_small(monkeypatch):
         settings.check(settings.unfitted(mlp().eval()), TRAIN, None)
 
 
+def test_lightning_accepts_a_dictionary_with_one_loader(lightning, tmp_path, unchecked):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    callback = LaplaceCallback(network="inner", curvature="diag")
+    trained = module(lightning, "inner")
+    trainer(lightning, tmp_path, [callback]).fit(trained, TRAIN, {"a": VALIDATION})
+    expected = Laplace(trained.inner.eval(), curvature="diag").fit(
+        DataLoader(TRAIN.dataset, batch_size=50)
+    )
+    assert callback.tuning.prior_precision == expected.tune(VALIDATION).prior_precision
+
+
 # ------------------------------------------------- Hugging Face
 
 
@@ -948,3 +960,17 @@ def test_the_trainer_callback_has_the_name_of_the_targets(tmp_path, unchecked):
     )
     expected = Laplace(run.model.eval(), curvature="diag").fit(DataLoader(pairs, 20))
     close(precision_diagonal(callback.laplace), precision_diagonal(expected), 1e-5)
+
+
+def test_the_trainer_callback_accepts_a_dictionary_with_one_evaluation_set(tmp_path, unchecked):
+    run = hugging_face_trainer(tmp_path, eval_strategy="no")
+    evaluation_data = run.eval_dataset
+    run.eval_dataset = {"a": evaluation_data}
+    from laplace_debias.integrations.transformers import LaplaceCallback
+
+    callback = LaplaceCallback(run, params="last_layer")
+    run.add_callback(callback)
+    run.train()
+    expected = Laplace(run.model.eval(), params="last_layer").fit(run.get_train_dataloader())
+    tuning = expected.tune(run.get_eval_dataloader(evaluation_data))
+    assert callback.tuning.prior_precision == pytest.approx(tuning.prior_precision)
