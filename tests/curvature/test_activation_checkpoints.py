@@ -7,6 +7,7 @@ import timm
 import torch
 from oracle import close, flat_jacobian, functional_covariance, ggn
 from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -66,6 +67,13 @@ def wrapped():
     return model
 
 
+def composable():
+    """A network that torch's hooks for a part of a network checkpoint."""
+    model = network("plain")
+    composable_checkpoint(model.inner)
+    return model
+
+
 def data():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(6, 4, dtype=torch.float64, generator=generator)
@@ -83,6 +91,7 @@ def is_inner(name, _):
 
 MODELS = {name: lambda name=name: network(name) for name in RUNS if name != "plain"}
 MODELS["wrapped"] = wrapped
+MODELS["composable"] = composable
 
 
 @pytest.mark.parametrize("params", ["all", is_inner, "last_layer"])

@@ -7,6 +7,7 @@ Therefore, the passes of this package run a checkpointed function as a plain cal
 results.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ _GENERATORS = (
     "_checkpoint_without_reentrant_generator",
     "_checkpoint_without_reentrant_generator_impl",
 )
+# The composable `checkpoint(module)` imports a generator by name, so it has its own reference.
+_MODULES = ("torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation")
 _INHERITED_APPLY = CheckpointFunction.apply
 
 
@@ -65,16 +68,20 @@ class PlainCheckpoints:
         self._originals: dict[str, Any] = {}
 
     def __enter__(self) -> None:
-        functions = vars(torch_checkpoint)
-        for name, replacement in self._replacements.items():
-            self._originals[name] = functions[name]
-            functions[name] = replacement
+        self._originals = {name: getattr(torch_checkpoint, name) for name in self._replacements}
+        self._replace(self._replacements)
         CheckpointFunction.apply = self._call_or_apply
 
     def __exit__(self, *_: object) -> None:
-        vars(torch_checkpoint).update(self._originals)
+        self._replace(self._originals)
         # After the attribute is deleted, the class inherits the original method again.
         del CheckpointFunction.apply
+
+    def _replace(self, functions: dict[str, Any]) -> None:
+        for module in filter(None, map(sys.modules.get, _MODULES)):
+            for name, function in functions.items():
+                if name in vars(module):
+                    setattr(module, name, function)
 
     def _start(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_pass() and not isinstance(function, _Recomputed):
