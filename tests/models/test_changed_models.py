@@ -480,6 +480,16 @@ def test_other_adapters_than_at_the_fit_raise(change, state, options, predicts_b
             call(x)
 
 
+def test_the_error_after_merging_and_unmerging_names_the_cause():
+    model = with_two_adapters("a").float()
+    x = torch.randn(6, 4)
+    la = Laplace(model).fit_batches([(x, torch.arange(6) % 3)])
+    model.merge_adapter()
+    model.unmerge_adapter()
+    with pytest.raises(RuntimeError, match=r"base_layer.* changed .*`unmerge_adapter` .*rounding"):
+        la.predict(x)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -97,8 +97,11 @@ class FittedModel:
         _check_same_values(parameters, mean)
         changed = self.change_detector.changed_tensor(plain, names, self.frozen_fingerprint)
         if changed is not None:
+            cause = ""
+            if ".base_layer." in changed:
+                cause = " (PEFT's `merge_adapter` and `unmerge_adapter` change it by rounding)"
             raise RuntimeError(
-                f"{changed} has changed since the fit, so the posterior is no longer "
+                f"{changed} has changed since the fit{cause}, so the posterior is no longer "
                 "valid. Fit again."
             )
         if plain is not model:
