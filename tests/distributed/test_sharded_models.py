@@ -62,7 +62,7 @@ def test_a_base_in_half_precision(processes, tmp_path):
     ("case", "kind", "message"),
     [
         ("bayesian", "ValueError", "frozen"),
-        ("trainable", "NotImplementedError", "0.weight is split over processes.*ignored_params="),
+        ("trainable", "NotImplementedError", "0.weight is a distributed tensor.*ignored_params="),
         ("operator", "NotImplementedError", "Curvature operators do not"),
         ("differentiable", "NotImplementedError", "`differentiable=True` does not support models"),
         ("alone", "RuntimeError", r"sharded.*outside of alone\(\)"),

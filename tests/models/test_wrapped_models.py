@@ -145,6 +145,14 @@ def test_a_replicated_model_is_the_plain_one(process_group, replicates_part, tmp
     assert torch.equal(la.predict(X).probs, Laplace(plain()).fit(DATA).predict(X).probs)
 
 
+def test_bayesian_layers_of_a_model_replicated_by_fsdp_raise(process_group):
+    composable = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+    model = plain()
+    composable.replicate(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(NotImplementedError, match=r"distributed tensor .*replicate_with_fsdp"):
+        Laplace(model).fit(DATA)
+
+
 def test_the_own_file_of_a_model_with_checkpoints_loads(tmp_path):
     model = checkpointed_part(plain())
     la = Laplace(model).fit(DATA)

@@ -162,13 +162,12 @@ def check_can_be_bayesian(name: str, parameter: nn.Parameter) -> None:
 
 
 def split_over_processes(name: str) -> NotImplementedError:
-    """Return the error for a Bayesian parameter that `fully_shard` has split."""
+    """Return the error for a Bayesian parameter that is a distributed tensor."""
     return NotImplementedError(
-        f"{name} is split over processes by fully_shard, but "
-        "each process needs every Bayesian parameter in full. Exclude the "
-        "Bayesian layers from fully_shard (with ignored_params=, or by calling "
-        "fully_shard only on the other layers), and select these layers with "
-        f'params=[...] or params="last_layer". Or {_LOADING_THE_WHOLE}'
+        f"{name} is a distributed tensor (fully_shard, replicate_with_fsdp), but each process "
+        "needs every Bayesian parameter as a plain tensor. Exclude the Bayesian layers (with "
+        "ignored_params=, or by calling fully_shard only on the other layers), and select these "
+        f'layers with params=[...] or params="last_layer". Or {_LOADING_THE_WHOLE}'
     )
 
 
