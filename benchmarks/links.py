@@ -147,10 +147,9 @@ def setting_of_tune(validation: Moments) -> Setting:
     """Return the choice of `Laplace.tune` on its first grid."""
 
     def predict(
-        x: Inputs, grid: Tensor, links: Sequence[Link]
+        x: Inputs, grid: Tensor, links: Sequence[Link], network_links: Sequence[Link]
     ) -> Iterator[tuple[int, Distribution]]:
-        no_covariance = torch.zeros_like(validation.covariances[0])
-        for index, covariance in enumerate([*validation.covariances, no_covariance]):
+        for index, covariance in enumerate(validation.covariances):
             logits = [link.logits(_SOFTMAX, validation.mean, covariance) for link in links]
             yield index, torch.distributions.Categorical(logits=torch.stack(logits))
 
@@ -170,8 +169,8 @@ def setting_of_tune(validation: Moments) -> Setting:
 def tune_methods(validation: Moments) -> dict[str, Setting]:
     """Tune every method on validation examples, and return its setting."""
     temperature = fit_temperature(validation.mean, validation.labels, "classification")
-    # The temperature is limited to the range of `tune`. If all validation examples are classified
-    # correctly, the optimum is zero.
+    # The temperature is limited, because the optimum is zero if all validation examples are
+    # classified correctly.
     temperature = min(max(temperature, TEMPERATURES[0]), TEMPERATURES[-1])
     settings = {
         "network": Setting(torch.inf, Link("probit")),

@@ -550,7 +550,8 @@ class Laplace(Predictor):
           only plain temperature scaling.
 
         Predictions from draws and from the network itself (`method="map"`) have their own
-        temperatures, which the same pass determines; see `Link`.
+        temperatures, which the same pass determines; see `Link`. That of the network is between
+        1/128 and 128.
 
         In blocks of 32,768 parameters or more, parameters with nearly equal curvature (within 5 %)
         are grouped together. This changes variances by about 1e-4.

@@ -58,13 +58,15 @@ def random_problem(seed, num_data=110, num_classes=None, **options):
 def tuned_on_full_grid(la, data, metric):
     fitted = la.fitted
     default = links.default_link(fitted.likelihood, fitted.spec.model(data[0]).shape)
+    links_tried = tune.links_to_try(default, None)
     table = evaluate_grid(
         partial(predictive.predictives_by_links, fitted),
         [Batch(*data)],
         fitted.likelihood,
         metric,
         prior_precisions=tune.DEFAULT_GRID.tolist(),
-        links=tune.links_to_try(default, None),
+        links=links_tried,
+        network_links=tune.links_of_network(links_tried),
     )
     return tune.summarise(table, tune.choose(table), metric)
 
@@ -183,9 +185,10 @@ def test_the_best_temperature_may_move_and_a_prior_precision_may_have_none(drift
         power = 8 if delta == math.inf else math.log10(delta)
         return (math.log2(T) - drift * (power - 3)) ** 2 + 0.1 * (power - 4) ** 2
 
-    deltas = [*tune.DEFAULT_GRID.tolist(), math.inf]
+    deltas = tune.DEFAULT_GRID.tolist()
     tried = tune.links_to_try(links.Link("pairwise"), "pairwise")
-    search = TemperatureSearch([WrittenBatch(metric)], deltas, tried)
+    network_links = tune.links_of_network(tried)
+    search = TemperatureSearch([WrittenBatch(metric)], deltas, tried, network_links)
     search.run()
     table = search.table()
     for point, delta in enumerate(deltas):

@@ -1,8 +1,13 @@
 """The temperatures that `tune` sets for the closed form, for draws and for the network."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.optimize import minimize_scalar
+from scipy.special import expit, log_expit, log_softmax
 from torch import Tensor, nn
 
 from laplace_debias import Laplace, Link
@@ -44,6 +49,90 @@ def test_the_network_has_the_temperature_of_temperature_scaling(params: str):
         if alternative.name == "temperature scaling"
     )
     assert la.evaluate([(x, y)], method="map")["nll"] == pytest.approx(scaling.value, rel=1e-9)
+
+
+def miscalibrated(kind: str, temperature: float) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network whose logits are `temperature` times as large as those of its labels."""
+    torch.manual_seed(0)
+    num_outputs = {"classification": 4, "positions": 4, "binary": 1, "multilabel": 3}[kind]
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, num_outputs)).double().eval()
+    shape = (200, 3, 4) if kind == "positions" else (500, 4)
+    x = 3 * torch.randn(shape, dtype=torch.float64)
+    with torch.no_grad():
+        model[2].weight.mul_(5)
+        logits = model(x)
+        if kind in ("binary", "multilabel"):
+            y = torch.bernoulli(logits.sigmoid())
+        else:
+            y = torch.distributions.Categorical(logits=logits).sample()
+        model[2].weight.mul_(temperature)
+        model[2].bias.mul_(temperature)
+    return model, x, y
+
+
+def scores(kind: str, metric: str, logits: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The metric of each label, computed with scipy."""
+    if kind in ("binary", "multilabel"):
+        if metric == "nll":
+            return -log_expit(np.where(y == 1, logits, -logits))
+        return 2 * (expit(logits) - y) ** 2
+    log_probs = log_softmax(logits, -1)
+    labels = np.eye(logits.shape[-1])[y]
+    if metric == "nll":
+        return -(labels * log_probs).sum(-1)
+    return ((np.exp(log_probs) - labels) ** 2).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.02, 0.1, 6.0, 12.0, 60.0])
+@pytest.mark.parametrize(
+    ("kind", "params", "metric"),
+    [
+        ("classification", "all", "nll"),
+        ("classification", "all", "brier"),
+        ("classification", "last_layer", "nll"),
+        ("classification", "last_layer", "brier"),
+        ("positions", "all", "nll"),
+        ("binary", "all", "nll"),
+        ("binary", "last_layer", "brier"),
+        ("multilabel", "all", "brier"),
+        ("multilabel", "last_layer", "nll"),
+    ],
+)
+def test_the_network_has_the_best_of_all_temperatures(kind, params, metric, temperature):
+    """The oracle is scipy's minimiser, applied to the logits."""
+    model, x, y = miscalibrated(kind, temperature)
+    likelihood = "classification" if kind == "positions" else kind
+    la = Laplace(model, likelihood, params=params).fit([(x[:50], y[:50])])
+    tuned = la.tune([(x[50:120], y[50:120]), (x[120:], y[120:])], metric)
+    logits = model(x[50:]).detach().numpy()
+
+    def score(log_temperature: float) -> float:
+        tempered = logits / math.exp(log_temperature)
+        return scores(kind, metric, tempered, y[50:].numpy()).mean()
+
+    bounds = math.log(temperature / 4), math.log(temperature * 4)
+    best = minimize_scalar(score, bounds=bounds, method="bounded", options={"xatol": 1e-8})
+    chosen = la.link.network_temperature
+    # Neighbours on the grid of temperatures differ by a factor of 2 ** (1 / 8).
+    assert abs(math.log(chosen) - best.x) <= math.log(2) / 8
+    assert score(math.log(chosen)) <= best.fun + 2e-3
+    (row,) = (row for row in tuned.compared if row["name"] == "temperature scaling")
+    assert row["temperature"] == chosen
+    labels_per_example = 3 if (kind, metric) == ("multilabel", "nll") else 1
+    assert row[metric] == pytest.approx(labels_per_example * score(math.log(chosen)), rel=1e-9)
+    evaluated = la.evaluate([(x[50:], y[50:])], method="map")
+    assert evaluated[metric] == pytest.approx(row[metric], rel=1e-6)
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+def test_the_network_is_not_made_certain_if_all_examples_are_classified_correctly(params: str):
+    """The NLL of these examples is lowest at the temperature 0."""
+    la, x, _ = overconfident(params=params)
+    y = la.model(x).argmax(1)
+    tuned = la.tune([(x, y)])
+    assert la.link.network_temperature == 1 / 4
+    (row,) = (row for row in tuned.compared if row["name"] == "temperature scaling")
+    assert row["temperature"] == 1 / 4
 
 
 @pytest.mark.parametrize("params", ["all", "last_layer"])

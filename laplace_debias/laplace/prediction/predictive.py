@@ -354,15 +354,19 @@ def _moments_for_links(
 
 
 def predictives_by_links(
-    fitted: FittedPosterior, x: Inputs | Record, grid: Tensor, links_used: Sequence[Link]
+    fitted: FittedPosterior,
+    x: Inputs | Record,
+    grid: Tensor,
+    links_used: Sequence[Link],
+    network_links: Sequence[Link] = (),
 ) -> Iterator[tuple[int, Distribution | ValueError]]:
     """Predict in closed form, with every link at every point of a grid, in one pass.
 
     Yields:
         Pairs of a point's index and a `"glm"` predictive of batch shape `[links, B]`; see
-        `tempered_predictives`. After the P points of the grid, index P means the network without
-        covariance. Without links, there are only the P points, each with one predictive `[1, B]`.
-        If a predictive overflows or is singular, the pair contains the error instead.
+        `tempered_predictives`. Without links, there is one predictive `[1, B]` per point. After the
+        P points of the grid, index P means the network without covariance, with `network_links`. If
+        a predictive overflows or is singular, the pair contains the error instead.
     """
     likelihood = fitted.likelihood
     mean, covariances = _moments_for_links(fitted, x, grid, links_used)
@@ -376,9 +380,8 @@ def predictives_by_links(
             yield index, _closed_predictive(likelihood, mean, covariance)
         for predicted in tempered_predictives(likelihood, mean, covariance, links_used):
             yield index, predicted
-    if links_used:
-        for predicted in tempered_predictives(likelihood, mean, None, links_used):
-            yield len(grid), predicted
+    for predicted in tempered_predictives(likelihood, mean, None, network_links):
+        yield len(grid), predicted
 
 
 def tempered_predictives(

@@ -36,10 +36,11 @@ setting's standard error, because the paired error of nearly identical settings 
 """
 
 PredictGrid = Callable[
-    [Inputs, Tensor, Sequence[Link]], Iterable[tuple[int, Distribution | ValueError]]
+    [Inputs, Tensor, Sequence[Link], Sequence[Link]],
+    Iterable[tuple[int, Distribution | ValueError]],
 ]
-"""A function from inputs, prior precisions and links to pairs of the index of a prior precision and
-a predictive, or its error; see `predictives_by_links`.
+"""A function from inputs, prior precisions, links and the network's links to pairs of the index of
+a prior precision and a predictive, or its error; see `predictives_by_links`.
 """
 
 ScoringRule = Callable[[Distribution, CheckedTargets], Float[Tensor, "terms columns"]]
@@ -69,8 +70,7 @@ class GridMetrics:
     `Setting` is an index into `sums` and `values`.
 
     Attributes:
-        prior_precisions: P values, ascending. With links, the last one is infinity, which means no
-            covariance.
+        prior_precisions: P values, ascending.
         links: The L links, starting with the simplest. Empty for a likelihood without links; the
             tensors then have L = 1.
         sums: The sum of the metric over the terms of each example, `[P, L, examples]`; NaN for
@@ -78,6 +78,8 @@ class GridMetrics:
         counts: Number of terms of each example, `[examples]`.
         sigma_factors: The factor by which σ is multiplied at each prior precision, `[P]`; None if σ
             is not tuned.
+        network: The metric of the network without a posterior, at its own links. Its only prior
+            precision is infinity, which means no covariance. None without links.
     """
 
     prior_precisions: Sequence[float]
@@ -85,6 +87,7 @@ class GridMetrics:
     sums: Float[Tensor, "points links examples"]
     counts: Float[Tensor, " examples"]
     sigma_factors: Float[Tensor, " points"] | None = None
+    network: "GridMetrics | None" = None
 
     @cached_property
     def values(self) -> Float[Tensor, "points links"]:
@@ -92,9 +95,9 @@ class GridMetrics:
         return self.sums.sum(-1) / self.counts.sum()
 
     @property
-    def finite_points(self) -> range:
-        """The indices of the finite prior precisions."""
-        return range(len(self.prior_precisions) - (1 if self.links else 0))
+    def points(self) -> range:
+        """The indices of the prior precisions."""
+        return range(len(self.prior_precisions))
 
     @property
     def has_errors(self) -> bool:
@@ -148,9 +151,9 @@ class GridMetrics:
             sorted({*same_formula, *untempered}),
             list(indices),
         ]
-        best = self.lowest(self.finite_points, indices)
+        best = self.lowest(self.points, indices)
         for candidates in simplest_first:
-            setting = self.lowest(self.finite_points, candidates)
+            setting = self.lowest(self.points, candidates)
             if len(self.counts) < MIN_EXAMPLES or self.is_tied(setting, best):
                 break
         return setting.link
@@ -275,6 +278,7 @@ def evaluate_grid(
     *,
     prior_precisions: Sequence[float],
     links: Sequence[Link],
+    network_links: Sequence[Link] = (),
     class_dim: int | None = None,
 ) -> GridMetrics:
     """Compute a metric for every prior precision and link in one pass over the data.
@@ -286,6 +290,7 @@ def evaluate_grid(
         metric: `"nll"` or `"brier"`.
         prior_precisions: The prior precisions, ascending.
         links: The links; empty for a likelihood without links.
+        network_links: The links of the network without a posterior.
         class_dim: The dimension of the outputs that holds the classes. Default: the last one.
 
     Returns:
@@ -295,11 +300,17 @@ def evaluate_grid(
         ValueError: If the data is empty, or if all of its targets are ignored. If a batch has no
             predictive at any prior precision, the error of the predictive is raised.
     """
-    sums, counts = _scores_of_examples(
-        predict, data, likelihood, SCORING_RULES[metric], prior_precisions, links, class_dim
+    rule = SCORING_RULES[metric]
+    sums_by_point, counts = _scores_of_examples(
+        predict, data, likelihood, rule, prior_precisions, links, network_links, class_dim
     )
-    points = [*prior_precisions, math.inf] if links else prior_precisions
-    return GridMetrics(points, links, sums, counts)
+    network = None
+    if network_links:
+        network_sums = sums_by_point.pop().T.unsqueeze(0)
+        network = GridMetrics([math.inf], network_links, network_sums, counts)
+    return GridMetrics(
+        prior_precisions, links, _stack_points(sums_by_point), counts, network=network
+    )
 
 
 def evaluate_grid_with_noise(
@@ -326,9 +337,9 @@ def evaluate_grid_with_noise(
         ValueError: If the residuals are zero. Also raises the errors of `evaluate_grid`.
     """
     statistics, counts = _scores_of_examples(
-        predict, data, likelihood, _noise_terms, gammas, [], class_dim
+        predict, data, likelihood, _noise_terms, gammas, [], [], class_dim
     )
-    sums, factors = _with_best_noise(statistics)
+    sums, factors = _with_best_noise(_stack_points(statistics))
     deltas = [gamma / factor**2 for gamma, factor in zip(gammas, factors.tolist(), strict=True)]
     return GridMetrics(
         prior_precisions=deltas, links=[], sums=sums, counts=counts, sigma_factors=factors
@@ -342,20 +353,22 @@ def _scores_of_examples(
     rule: ScoringRule,
     prior_precisions: Sequence[float],
     links: Sequence[Link],
+    network_links: Sequence[Link],
     class_dim: int | None,
-) -> tuple[Float[Tensor, "points columns examples"], Float[Tensor, " examples"]]:
-    """Sum and count the terms of each example at every prior precision.
+) -> tuple[list[Float[Tensor, "examples _"]], Float[Tensor, " examples"]]:
+    """Sum and count the terms of each example at every prior precision, and then of the network.
 
     Examples without terms are left out. The sums are infinite where a batch has no predictive.
     """
     grid = torch.tensor(prior_precisions, dtype=torch.float64)
-    num_points = len(prior_precisions) + (1 if links else 0)
+    network = len(prior_precisions)
+    num_points = network + (1 if network_links else 0)
     batches = []
     for batch in data:
         scored = None
         columns = dict[int, list[Tensor]]()
         errors = dict[int, ValueError]()
-        for point, predicted in predict(batch.inputs, grid, links):
+        for point, predicted in predict(batch.inputs, grid, links, network_links):
             if isinstance(predicted, ValueError):
                 errors[point] = predicted
                 continue
@@ -365,8 +378,8 @@ def _scores_of_examples(
                 scored = ScoredTargets.check(likelihood, predicted, batch.targets, rule, class_dim)
             terms = scored.terms(predicted)
             columns.setdefault(point, []).append(scored.sums(terms))
-        if errors.keys() >= set(range(len(prior_precisions))):
-            raise errors[len(prior_precisions) - 1]
+        if network in errors or errors.keys() >= set(range(network)):
+            raise errors[max(errors)]
         assert scored is not None
         counts = scored.counts(len(terms))
         computed = {p: torch.cat(sums, 1) for p, sums in columns.items() if p not in errors}
@@ -374,7 +387,13 @@ def _scores_of_examples(
         sums_of_batch = [computed.get(point, infinite) for point in range(num_points)]
         batches.append([values[counts > 0] for values in (counts, *sums_of_batch)])
     counts, *sums_by_point = concatenate_batches(batches, "tune on")
-    return torch.stack(sums_by_point).mT.contiguous(), counts
+    return sums_by_point, counts
+
+
+def _stack_points(
+    sums_by_point: Sequence[Float[Tensor, "examples columns"]],
+) -> Float[Tensor, "points columns examples"]:
+    return torch.stack(list(sums_by_point)).mT.contiguous()
 
 
 def _with_best_noise(

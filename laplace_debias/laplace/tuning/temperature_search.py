@@ -46,6 +46,7 @@ def search_temperatures(
     metric: str,
     prior_precisions: Sequence[float],
     links: Sequence[Link],
+    network_links: Sequence[Link],
 ) -> GridMetrics:
     """Read the data once, and compute a metric at the settings that a search visits.
 
@@ -58,12 +59,13 @@ def search_temperatures(
         metric: `"nll"` or `"brier"`.
         prior_precisions: The prior precisions, ascending.
         links: The links, ordered by formula and starting with the simplest.
+        network_links: The links of the network without a posterior, starting with the simplest.
 
     Returns:
         The metric, which is infinite where a predictive overflows.
     """
     batches = _last_layer_batches(fitted, data, metric)
-    search = TemperatureSearch(batches, [*prior_precisions, math.inf], links)
+    search = TemperatureSearch(batches, prior_precisions, links, network_links)
     search.run()
     link = search.table().choose_link()
     for point in range(len(prior_precisions)):
@@ -165,8 +167,9 @@ class TemperatureSearch:
 
     Args:
         batches: The data of this process.
-        prior_precisions: The prior precisions, ascending; the last one is infinity.
+        prior_precisions: The prior precisions, ascending.
         links: The links, with the simplest link first, ordered by formula.
+        network_links: The links of the network without a posterior, with the simplest link first.
     """
 
     def __init__(
@@ -174,6 +177,7 @@ class TemperatureSearch:
         batches: Sequence[LastLayerBatch],
         prior_precisions: Sequence[float],
         links: Sequence[Link],
+        network_links: Sequence[Link],
     ) -> None:
         self._batches = batches
         self._prior_precisions = prior_precisions
@@ -185,20 +189,20 @@ class TemperatureSearch:
         # all terms.
         self._sums = dict[Setting, Float[Tensor, " examples"]]()
         self._values = dict[Setting, float]()
+        network_sums = self._sums_of_links(math.inf, network_links).T.unsqueeze(0)
+        self._network = GridMetrics([math.inf], network_links, network_sums, self._counts)
 
     def run(self) -> None:
         """Search the temperatures of each formula, from the largest prior precision downwards."""
-        *finite_points, infinity = range(len(self._prior_precisions))
-        self.evaluate(infinity, range(len(self._links)))
         indices_by_formula = dict[str, list[int]]()
         for index in sorted(range(len(self._links)), key=self._temperature):
             indices_by_formula.setdefault(self._links[index].name, []).append(index)
         lowest = {
-            name: self._lowest(infinity, indices) for name, indices in indices_by_formula.items()
+            name: self._nearest_to_network(indices) for name, indices in indices_by_formula.items()
         }
         # All formulas are searched at one prior precision before the next, so that they share its
         # variances.
-        for point in reversed(finite_points):
+        for point in reversed(range(len(self._prior_precisions))):
             for name, indices in indices_by_formula.items():
                 lowest[name] = self._descend(point, indices, lowest[name])
 
@@ -208,9 +212,7 @@ class TemperatureSearch:
         if not missing:
             return
         links_used = [self._links[index] for index in missing]
-        delta = self._prior_precisions[point]
-        batch_sums = [[batch.sums(delta, links_used)] for batch in self._batches]
-        (sums,) = concatenate_batches(batch_sums, "tune on")
+        sums = self._sums_of_links(self._prior_precisions[point], links_used)
         values = (sums.sum(0) / self._counts.sum()).nan_to_num(math.inf, math.inf).tolist()
         for column, index in enumerate(missing):
             setting = Setting(point, index)
@@ -223,7 +225,23 @@ class TemperatureSearch:
         sums = self._counts.new_full(shape, math.nan)
         for setting, setting_sums in self._sums.items():
             sums[setting] = setting_sums
-        return GridMetrics(self._prior_precisions, self._links, sums, self._counts)
+        return GridMetrics(
+            self._prior_precisions, self._links, sums, self._counts, network=self._network
+        )
+
+    def _sums_of_links(
+        self, prior_precision: float, links: Sequence[Link]
+    ) -> Float[Tensor, "examples links"]:
+        batch_sums = [[batch.sums(prior_precision, links)] for batch in self._batches]
+        (sums,) = concatenate_batches(batch_sums, "tune on")
+        return sums
+
+    def _nearest_to_network(self, indices: list[int]) -> int:
+        """Return the index of the link whose temperature is nearest to the network's best."""
+        network = self._network
+        lowest = network.lowest(network.points, range(len(network.links)))
+        best = network.links[lowest.link].temperature
+        return min(indices, key=lambda index: abs(math.log(self._temperature(index) / best)))
 
     def _descend(self, point: int, indices: list[int], start: int) -> int:
         """Return the index of the link with a formula's best temperature at a prior precision.

@@ -49,7 +49,11 @@ from laplace_debias.system.shown import warn
 DEFAULT_GRID = torch.logspace(-4, 8, 49, dtype=torch.float64)
 """The prior precisions to try unless a grid is passed."""
 TEMPERATURES = tuple(2 ** (k / 8) for k in range(-16, 17))
-"""The candidate temperatures: from 1/4 to 4."""
+"""The candidate temperatures of a posterior: from 1/4 to 4."""
+NETWORK_TEMPERATURES = tuple(2 ** (k / 8) for k in range(-56, 57))
+"""The candidate temperatures of the network without a posterior: from 1/128 to 128. They are cheap,
+because they are not combined with prior precisions.
+"""
 PER_OUTPUT = "per_output"
 """The value of `sigma=` that tunes the noise of each output."""
 # The relative rounding error of a mean NLL in single precision.
@@ -162,8 +166,9 @@ def _tune_with_links(
         default = predictive.default_link_of_fit(fitted, first.inputs)
     default = next(filter(None, process_group().exchange(default)), None)
     links = links_to_try(default, link)
+    network_links = links_of_network(links)
     if links and _records_last_layer(fitted, stream):
-        table = search_temperatures(fitted, stream, metric, points.tolist(), links)
+        table = search_temperatures(fitted, stream, metric, points.tolist(), links, network_links)
     else:
         table = evaluate_grid(
             partial(predictive.predictives_by_links, fitted),
@@ -172,6 +177,7 @@ def _tune_with_links(
             metric,
             prior_precisions=points.tolist(),
             links=links,
+            network_links=network_links,
             class_dim=fitted.spec.class_dim,
         )
     return TunedFit.apply(summarise(table, choose(table), metric), fitted)
@@ -305,6 +311,19 @@ def links_to_try(default: Link | None, link: str | Link | None) -> list[Link]:
     return [simplest, *(combination for combination in combinations if combination != simplest)]
 
 
+def links_of_network(links: Sequence[Link]) -> list[Link]:
+    """List the links to try for the network without a posterior, starting with the simplest.
+
+    Without covariances, all formulas are equal, so only the first one is tried. If there is only
+    one link, its temperature is not compared with others.
+    """
+    if len(links) < 2:
+        return list(links)
+    simplest = links[0]
+    tempered = [Link(simplest.name, T) for T in NETWORK_TEMPERATURES]
+    return [simplest, *(link for link in tempered if link != simplest)]
+
+
 @dataclass(frozen=True)
 class Choice:
     """The setting that a search chooses.
@@ -328,7 +347,7 @@ def choose(table: GridMetrics) -> Choice:
     then, which makes the posterior as wide as the data allows.
     """
     link = table.choose_link()
-    values = table.values[: len(table.finite_points), link]
+    values = table.values[:, link]
     if not values.isfinite().any():
         raise ValueError(
             "The metric is NaN or infinite at every prior precision. Check the outputs of the "
@@ -361,9 +380,9 @@ def _flat_range(table: GridMetrics, choice: Setting) -> range:
 
     The standard errors are paired. The result contains indices of prior precisions.
     """
-    num_points = len(table.finite_points)
-    values = table.values[:num_points, choice.link]
-    sums = table.sums[:num_points, choice.link]
+    num_points = len(table.points)
+    values = table.values[:, choice.link]
+    sums = table.sums[:, choice.link]
     chosen_value = values[choice.point]
     # If a temperature was chosen, a larger prior precision may have a lower value than the chosen
     # one. The comparisons are written so that NaN counts as worse.
@@ -414,8 +433,8 @@ def _with_temperatures(table: GridMetrics, choice: Setting) -> Link:
     link = table.links[choice.link]
     if len(table.links) == 1:
         return link
-    infinity = len(table.finite_points)
-    for_network = table.choose_temperature(infinity, range(len(table.links)))
+    network = _network_of(table)
+    for_network = network.choose_temperature(0, _candidates_of_network(network))
     pairwise = [index for index, other in enumerate(table.links) if other.name == "pairwise"]
     for_draws = link.temperature
     if link.name == "probit" and pairwise:
@@ -423,11 +442,32 @@ def _with_temperatures(table: GridMetrics, choice: Setting) -> Link:
     return Link(link.name, link.temperature, for_draws, for_network)
 
 
+def _network_of(table: GridMetrics) -> GridMetrics:
+    """Return the metric of the network, which all tables with links contain."""
+    assert table.network is not None
+    return table.network
+
+
+def _candidates_of_network(network: GridMetrics) -> Sequence[int]:
+    """Return the indices of the links among which the best one for the network is chosen.
+
+    If the network classifies all examples correctly, the smallest temperature is best, but it would
+    make the network much too certain of its errors on other examples. The temperature is then at
+    least as large as the smallest one of a posterior.
+    """
+    temperatures = [link.temperature for link in network.links]
+    candidates = range(len(temperatures))
+    lowest = network.lowest(network.points, candidates)
+    if temperatures[lowest.link] > NETWORK_TEMPERATURES[0]:
+        return candidates
+    return [index for index in candidates if temperatures[index] >= TEMPERATURES[0]]
+
+
 def _rows(table: GridMetrics, link: int, metric: str) -> list[Row]:
     """Return the rows of `Tuning.table`: a link's metric at every prior precision, ascending."""
     errors = table.standard_errors(table.sums[:, link]).tolist()
     rows: list[Row] = []
-    for point in table.finite_points:
+    for point in table.points:
         row: Row = {
             "prior_precision": table.prior_precisions[point],
             metric: float(table.values[point, link]),
@@ -442,29 +482,29 @@ def _rows(table: GridMetrics, link: int, metric: str) -> list[Row]:
 
 def _alternatives(table: GridMetrics, choice: Setting) -> tuple[Alternative, ...]:
     """Compare the choice with the network, temperature scaling and every link."""
-    points = table.finite_points
-    infinity = range(len(points), len(points) + 1)  # the network without a posterior
+    network = _network_of(table)
     indices_by_formula = dict[str, list[int]]()
     for index, link in enumerate(table.links):
         indices_by_formula.setdefault(link.name, []).append(index)
-    settings = {
-        "network": table.lowest(infinity, [0]),
-        "temperature scaling": table.lowest(infinity, range(len(table.links))),
+    candidates: dict[str, tuple[GridMetrics, Sequence[int]]] = {
+        "network": (network, [0]),
+        "temperature scaling": (network, _candidates_of_network(network)),
     }
     for formula, indices in indices_by_formula.items():
-        settings[formula] = table.lowest(points, [table.links.index(Link(formula))])
-        settings[f"{formula}, tempered"] = table.lowest(points, indices)
+        candidates[formula] = (table, [table.links.index(Link(formula))])
+        candidates[f"{formula}, tempered"] = (table, indices)
     alternatives = []
-    for name, setting in settings.items():
-        delta = table.prior_precisions[setting.point]
-        paired_error = float(table.standard_errors(table.sums[setting] - table.sums[choice]))
+    for name, (compared, links) in candidates.items():
+        setting = compared.lowest(compared.points, links)
+        delta = compared.prior_precisions[setting.point]
+        paired_error = float(table.standard_errors(compared.sums[setting] - table.sums[choice]))
         alternatives.append(
             Alternative(
                 name,
                 prior_precision=None if delta == math.inf else delta,
-                link=table.links[setting.link],
-                value=float(table.values[setting]),
-                difference=float(table.values[setting] - table.values[choice]),
+                link=compared.links[setting.link],
+                value=float(compared.values[setting]),
+                difference=float(compared.values[setting] - table.values[choice]),
                 half_width=1.96 * paired_error,
             )
         )
@@ -476,12 +516,12 @@ def _notes(
 ) -> Iterator[str]:
     """Explain a choice at an end of the search range, and why a better score was not chosen."""
     point, link = choice.setting
-    num_points = len(table.finite_points)
+    num_points = len(table.points)
     is_flat = table.has_errors and len(choice.flat) == num_points
     if num_points > 1 and not is_flat:
         yield from _notes_on_grid_ends(table, point)
     if len(table.links) > 1:
-        yield from _notes_on_temperature_ends(table.links[link], alternatives)
+        yield from _notes_on_temperature_ends(table.links[link])
     if point > 0 and not table.values[point - 1, link].isfinite():
         yield (
             "The best prior precision is the smallest one at which the metric is finite, "
@@ -501,7 +541,7 @@ def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
             f"The best value is the smallest that was tried, {delta:.3g}. {_TUNE_AGAIN} smaller "
             f"ones{at_this_noise}."
         )
-    elif point == table.finite_points[-1]:
+    elif point == table.points[-1]:
         yield (
             f"The best value is the largest that was tried, {delta:.3g}. {_TUNE_AGAIN} larger "
             f"ones{at_this_noise}, or predict with method='map', which has no uncertainty of the "
@@ -509,8 +549,8 @@ def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
         )
 
 
-def _notes_on_temperature_ends(link: Link, alternatives: Sequence[Alternative]) -> Iterator[str]:
-    """Explain that a best temperature is the lowest or the highest temperature tried."""
+def _notes_on_temperature_ends(link: Link) -> Iterator[str]:
+    """Explain that the best temperature is the lowest or the highest temperature tried."""
     ends = {TEMPERATURES[0]: "smallest", TEMPERATURES[-1]: "largest"}
     temperature = link.temperature
     if temperature in ends:
@@ -521,16 +561,6 @@ def _notes_on_temperature_ends(link: Link, alternatives: Sequence[Alternative]) 
             f"The best temperature, {temperature:g}, is the {ends[temperature]} of those tried. "
             f"{reason} To try other temperatures, pass link=laplace_debias.Link({link.name!r}, T)."
         )
-        return
-    for alternative in alternatives:
-        temperature = alternative.link.temperature
-        if alternative.name == "temperature scaling" and temperature in ends:
-            yield (
-                f"The best temperature of temperature scaling, {temperature:g}, is the "
-                f"{ends[temperature]} of those tried, so temperature scaling may be better than "
-                "this comparison shows. To set another one, use la.link = laplace_debias.Link("
-                f"{link.name!r}, {link.temperature:g}, network_temperature=T)."
-            )
 
 
 def _notes_on_lower_scores(
@@ -543,7 +573,10 @@ def _notes_on_lower_scores(
         return
     num_examples = len(table.counts)
     is_default = choice.link == 0
-    if num_examples < MIN_EXAMPLES and is_default:
+    temperature = lowest.link.temperature
+    if not TEMPERATURES[0] <= temperature <= TEMPERATURES[-1]:
+        rule = f"Its temperature, {temperature:.3g}, is outside the range tried for a posterior."
+    elif num_examples < MIN_EXAMPLES and is_default:
         rule = (
             f"With fewer than {MIN_EXAMPLES} examples (here {num_examples}), tune keeps the "
             "default link at temperature 1."
