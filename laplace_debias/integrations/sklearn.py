@@ -337,10 +337,11 @@ class LaplaceClassifier(ClassifierMixin, _LaplaceEstimator):
 class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
     """A scikit-learn regressor whose standard deviations come from a Laplace approximation.
 
-    The network must return one output per target, `[n, C]`, or `[n]` for a single target. With
-    `likelihood="heteroscedastic"`, the noise differs between inputs and is predicted by the
-    network, which must return C means followed by C log-variances, `[n, 2C]`. The network is copied
-    and trained in the same way as in `LaplaceClassifier`.
+    The network must return one output per target, `[n, C]`, or `[n]` for a single target, except
+    that an untrained skorch net must always return `[n, C]`. With `likelihood="heteroscedastic"`,
+    the noise differs between inputs and is predicted by the network, which must return C means
+    followed by C log-variances, `[n, 2C]`. The network is copied and trained in the same way as in
+    `LaplaceClassifier`.
 
     Args:
         network: A trained module or, for `"regression"`, a skorch net. With `optimizer`, a module
@@ -572,7 +573,23 @@ def _trained_skorch_net(net: Any, X: np.ndarray, y: np.ndarray, weights: np.ndar
             "the training. Train the net before, or pass its module together with `optimizer=`."
         )
     dtype = np.int64 if issubclass(_criterion_type(net), nn.CrossEntropyLoss) else np.float32
-    return clone(net).fit(X.astype(np.float32), y.astype(dtype))
+    # After `initialize`, `partial_fit` trains like `fit`.
+    net = clone(net).initialize()
+    if issubclass(_criterion_type(net), nn.MSELoss):
+        _check_shape_of_outputs(net.module_, X, y)
+    return net.partial_fit(X.astype(np.float32), y.astype(dtype))
+
+
+def _check_shape_of_outputs(module: nn.Module, X: np.ndarray, y: np.ndarray) -> None:
+    """Require the shape of the targets, because the mean squared error broadcasts other shapes."""
+    with torch.no_grad():
+        outputs = module.eval()(_tensor(X[:2], module))
+    if outputs.shape[1:] != y.shape[1:]:
+        raise ValueError(
+            f"The module of the skorch net returns outputs of shape {tuple(outputs.shape[1:])} for "
+            f"a row, but the net is trained on targets of shape {y.shape[1:]}. Return outputs "
+            f"[n, {y.shape[1]}] from the module, or pass the module together with `optimizer=`."
+        )
 
 
 def _weighted_examples(

@@ -525,6 +525,44 @@ def test_skorch_nets_of_a_regression_and_of_one_logit():
     assert classifier.score(X, y > 0) > 0.85
 
 
+class UntrainedLoss(nn.MSELoss):
+    """A mean squared error that must not be used."""
+
+    def forward(self, outputs, targets):
+        raise AssertionError("The net was trained.")
+
+
+class WithoutOutputDimension(nn.Linear):
+    """A linear network that returns `[n]`."""
+
+    def forward(self, x):
+        return super().forward(x).squeeze(-1)
+
+
+def test_an_untrained_skorch_net_must_return_outputs_in_the_shape_of_the_targets():
+    """Otherwise, the mean squared error would compare each output with the targets of all rows."""
+    skorch = pytest.importorskip("skorch")
+    X, y = make_regression(60, 3, noise=5.0, random_state=0)
+    options = {"module__in_features": 3, "module__out_features": 1, "verbose": 0, "lr": 0.1}
+    net = skorch.NeuralNetRegressor(
+        WithoutOutputDimension, criterion=UntrainedLoss, train_split=None, **options
+    )
+    with pytest.raises(ValueError, match=r"shape \(\) for a row.*\(1,\)\. Return outputs \[n, 1\]"):
+        LaplaceRegressor(net, random_state=0).fit(X, y)
+    net.set_params(module=nn.Linear)
+    with pytest.raises(
+        ValueError, match=r"shape \(1,\) for a row.*\(2,\)\. Return outputs \[n, 2\]"
+    ):
+        LaplaceRegressor(net, random_state=0).fit(X, np.stack([y, y], 1))
+    # The module itself may return [n].
+    y = (y - y.mean()) / y.std()
+    module = WithoutOutputDimension(3, 1)
+    regressor = LaplaceRegressor(module, optimizer=ADAM, epochs=400, random_state=0)
+    coefficients = np.linalg.lstsq(np.c_[X, np.ones(60)], y)[0]
+    predictions = regressor.fit(X, y).predict(X)
+    np.testing.assert_allclose(predictions, np.c_[X, np.ones(60)] @ coefficients, atol=0.02)
+
+
 def test_skorch_nets_that_do_not_match_are_rejected():
     X, y = load_iris(return_X_y=True)
     with pytest.raises(ValueError, match=r"criterion NLLLoss. Use nn.CrossEntropyLoss"):
