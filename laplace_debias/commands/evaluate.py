@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from laplace_debias.commands.network import with_task_of
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.system.settings import check_at_least, option
 
@@ -51,12 +52,11 @@ def run(settings: Settings) -> dict[str, Any]:
     from laplace_debias.assessment import assess
     from laplace_debias.assessment.methods import NETWORK, TEMPERATURE, method_of
     from laplace_debias.commands.compared import identity_of, print_results, results_of
-    from laplace_debias.laplace.saving import file
     from laplace_debias.sources import load
     from laplace_debias.system.ranks import process_group
 
-    for path in settings.posterior:
-        file.read(path)  # Read the file first, because reading the data can take minutes.
+    # Read the files first, because reading the data can take minutes.
+    settings = with_task_of(settings, settings.posterior)
     loaded = load(settings)
     methods = [NETWORK]
     if loaded.validation is not None and loaded.likelihood.activation is not None:

@@ -1,9 +1,12 @@
 """Functions shared by the commands that work on one posterior: checks, saving and notes."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from laplace_debias.sources.settings import NOT_COMPARED
+from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
+from laplace_debias.sources.settings import NOT_COMPARED, AnySettings
 
 
 def check_output(path: Path, overwrite: bool) -> None:
@@ -20,6 +23,35 @@ def check_output(path: Path, overwrite: bool) -> None:
 def not_for(command: str, *names: str) -> dict[str, str]:
     """Return the options without effect in a command on one posterior, each with the reason."""
     return NOT_COMPARED | dict.fromkeys(names, f"`{command}` does not use these examples")
+
+
+def with_task_of(settings: AnySettings, posteriors: Sequence[Path]) -> AnySettings:
+    """Return the settings with the task of saved posteriors, whose files are read completely.
+
+    Raises:
+        ValueError: If a posterior was fitted with a different task, or with a user-defined
+            likelihood, which is not in the file, and there is no `task`. Also raises the errors of
+            `Laplace.load` about the file.
+    """
+    from laplace_debias.laplace.saving import file
+
+    for path in posteriors:
+        header, _ = file.read(path)
+        task = header.likelihood["name"]
+        if task not in LIKELIHOODS:
+            if settings.task is None:
+                raise ValueError(
+                    f"{path} was fitted with the likelihood {header.likelihood['class']}, which is "
+                    "not in the file. Pass its import path as --task."
+                )
+            continue
+        if settings.task not in (None, task):
+            raise ValueError(
+                f"{path} was fitted with --task={task}, but this command uses "
+                f"--task={settings.task}. Leave out --task, and pass posteriors of one task."
+            )
+        settings = replace(settings, task=task)
+    return settings
 
 
 def save(la: Any, output: Path) -> None:

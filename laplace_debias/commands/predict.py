@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from laplace_debias.commands.network import check_output, not_for, print_notes
+from laplace_debias.commands.network import check_output, not_for, print_notes, with_task_of
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.system.settings import check_at_least, option
 
@@ -77,7 +77,6 @@ def run(settings: Settings) -> Any:
     import pandas
 
     from laplace_debias.assessment.prediction_table import prediction_columns
-    from laplace_debias.laplace.saving import file
     from laplace_debias.report.tables import not_a_formula
     from laplace_debias.sources import load
     from laplace_debias.sources.splits import batches_of
@@ -86,7 +85,7 @@ def run(settings: Settings) -> Any:
 
     check_output(settings.output, settings.overwrite)
     # Check the files first, because reading the data can take minutes.
-    file.read(settings.posterior)
+    settings = with_task_of(settings, [settings.posterior])
     loaded = load(settings.without_comparison())
     print_notes(loaded)
     batches = loaded.test

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from laplace_debias.commands.network import check_output, not_for, print_notes, save
+from laplace_debias.commands.network import check_output, not_for, print_notes, save, with_task_of
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.system.settings import option
 
@@ -64,7 +64,6 @@ class Settings(SourceSettings):
 
 def run(settings: Settings) -> "Tuning":
     """Tune the prior precision of a saved posterior, and save the tuned posterior."""
-    from laplace_debias.laplace.saving import file
     from laplace_debias.report.tables import print_table
     from laplace_debias.sources import load
     from laplace_debias.sources.shares import share
@@ -73,7 +72,7 @@ def run(settings: Settings) -> "Tuning":
     # If no output is given, the tuned posterior replaces the original file.
     check_output(output, settings.overwrite or settings.output is None)
     # Read the file first, because reading the data can take minutes.
-    file.read(settings.posterior)
+    settings = with_task_of(settings, [settings.posterior])
     loaded = load(settings.without_comparison())
     print_notes(loaded)
     la = loaded.posterior(settings.posterior)

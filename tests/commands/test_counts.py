@@ -228,12 +228,24 @@ def test_a_posterior_of_another_task_is_refused(counts, capsys):
     for command in (["tune"], ["predict", "--output=p.csv"], ["evaluate"]):
         name, *options = command
         assert main([name, *COMMON, "--task=regression", POSTERIOR, *options]) == 2
-        assert "was fitted with --task=poisson" in capsys.readouterr().err
+        message = capsys.readouterr().err
+        assert "was fitted with --task=poisson, but this command uses --task=regression" in message
+
+
+def test_commands_on_a_saved_posterior_use_its_task(counts, capsys):
+    run_json(capsys, "fit", *COMMON, "--task=poisson", "--output=p.safetensors")
+    for task, output in ((["--task=poisson"], "named.csv"), ([], "saved.csv")):
+        run_json(capsys, "predict", *COMMON, *task, POSTERIOR, f"--output={output}")
+    assert Path("saved.csv").read_text() == Path("named.csv").read_text()
+    assert run_json(capsys, "evaluate", *COMMON, POSTERIOR)["task"] == "poisson"
+    assert main(["tune", *COMMON, POSTERIOR]) == 0
 
 
 def test_a_likelihood_of_ones_own_goes_through_every_command(successes, capsys):
     task = "--task=own_likelihoods:Binomial"
     run_json(capsys, "fit", *COMMON, task, "--output=p.safetensors")
+    assert main(["tune", *COMMON, POSTERIOR]) == 2
+    assert "own_likelihoods:Binomial" in capsys.readouterr().err
     run_json(capsys, "predict", *COMMON, task, POSTERIOR, "--output=p.csv")
     evaluated = run_json(capsys, "evaluate", *COMMON, task, POSTERIOR)
     reported = run_json(capsys, "report", *COMMON, task, "--output=run", "--ood.far=data/test.csv")
