@@ -31,6 +31,9 @@ _CRITERIA = {
     "crps": ("CRPS", "{}"),
     "scaled_error": ("misfit of the standard deviations", "{}"),
 }
+_FEWEST_EXAMPLES = 20
+"""With fewer examples, nothing is concluded: an interval can then miss the true value much more
+often than in 5 % of the cases, or is too wide to be of use."""
 _LARGEST_TEMPERATURE = 20.0
 """If the fitted temperature is above this, the network's confidence is meaningless."""
 _MOST_OVERCONFIDENCE = 0.1
@@ -44,6 +47,9 @@ def conclude(record: RunRecord, measurements: Measurements) -> list[str]:
     """Return the verdict on a run, given its metrics; each entry has one or two sentences."""
     verdict = _Verdict(record, measurements)
     doubts = list(verdict.doubts())
+    if _are_too_few(record.test.num_examples):
+        advice = [verdict.advice_to_check(doubts)] if doubts else []
+        return [*advice, verdict.on_few_examples()]
     if doubts:
         sentences = [
             verdict.advice_to_check(doubts),
@@ -147,10 +153,11 @@ class _Verdict:
     def doubts(self) -> Iterator[str]:
         """Yield sentences on signs that the network and the data do not match."""
         training = self._record.training
-        if training is not None:
+        if training is not None and not _are_too_few(training.num_examples):
             yield from self._doubts_of_training(training)
         for method in self._record.methods:
-            if (method.temperature or 0) > _LARGEST_TEMPERATURE:
+            is_large = (method.temperature or 0) > _LARGEST_TEMPERATURE
+            if is_large and not _are_too_few(method.num_validation):
                 yield f"the temperature of “{method.label}” is {method.temperature:.3g}"
             if method.prior_precision_at_limit:
                 yield (
@@ -164,7 +171,8 @@ class _Verdict:
         inputs = f"its own training {self._record.input_name}s"
         if "explained" in rows and rows["explained"].value < _LEAST_ABOVE_CHANCE:
             percent = 100 * rows["explained"].value
-            yield f"it explains {percent:.0f} % of the variance of the targets of {inputs}"
+            share = f"{percent:.0f}".replace("-", "−")
+            yield f"it explains {share} % of the variance of the targets of {inputs}"
         if "accuracy" not in rows:
             return
         assert training.num_classes is not None
@@ -200,6 +208,20 @@ class _Verdict:
 
     # ------------------------------------------------------------------------- the network
 
+    def on_few_examples(self) -> str:
+        """Return the network's metrics on a test set that is too small for a conclusion."""
+        inputs = self._inputs(self._record.test.num_examples)
+        if self._has_numbers:
+            metric = f"RMSE of {brief(self._metric('rmse').value)}"
+        else:
+            metric = f"accuracy of {100 * self._metric('accuracy').value:.1f} %"
+        return (
+            f"The test set of {inputs} is too small for a conclusion about the uncertainty. On it, "
+            f"the network has an {metric} and an NLL of {brief(self._metric('nll').value)} nats. "
+            f"Use at least {_FEWEST_EXAMPLES} test {self._record.input_name}s; several "
+            "hundred give useful intervals."
+        )
+
     def on_network(self) -> str:
         """Describe the network's confidence and its accuracy or, for a regression, its errors."""
         num_examples = self._record.test.num_examples
@@ -223,7 +245,8 @@ class _Verdict:
         """Return a sentence on the mean error of a regression."""
         bias = self._metric("bias")
         if not bias.sign():
-            return f"It has no significant bias ({_with_interval(bias)})."
+            interval = f"95 % interval {brief(bias.lower)} to {brief(bias.upper)}"
+            return f"Its bias, {brief(bias.value)}, is not significant ({interval})."
         amount, interval = _in_words(bias, brief)
         direction = "low" if bias.value < 0 else "high"
         return (
@@ -244,13 +267,17 @@ class _Verdict:
         scaled_error = self._rows.get((self._network, "scaled_error", "test", None))
         if scaled_error is None:
             return ""
+        ratio = f"{brief(scaled_error.value)} standard deviations"
+        interval = f"95 % interval {brief(scaled_error.lower)} to {brief(scaled_error.upper)}"
         if not scaled_error.sign(1):
-            return "standard deviations fit its errors"
+            return (
+                "standard deviations are not significantly too small or too large: the root mean "
+                f"square error is {ratio} ({interval})"
+            )
         size = "small" if scaled_error.value > 1 else "large"
-        ratio = _with_interval(scaled_error)
         return (
-            f"standard deviations are too {size}: the root mean square error is {ratio} standard "
-            "deviations instead of 1"
+            f"standard deviations are too {size}: the root mean square error is {ratio} instead of "
+            f"1 ({interval})"
         )
 
     # ------------------------------------------------------------------------- the remedy
@@ -361,13 +388,16 @@ class _Verdict:
         or less.
         """
         sentences = {}
+        small = []
         for ood_set in self._record.sets_of("ood"):
+            if _are_too_few(ood_set.num_examples):
+                inputs = self._inputs(ood_set.num_examples)
+                small.append(f"“{ood_set.name}” has only {inputs}, too few for a conclusion.")
+                continue
             sentence = self._on_ood_set(ood_set.name)
             if sentence:
                 sentences[ood_set.name] = sentence
-        if not sentences:
-            return []
-        verdict = list(sentences.values())
+        verdict = [*sentences.values(), *small]
         recommended = self._recommended
         detected = [name for name in sentences if not self._is_missed(name)]
         if recommended is not None and detected:
@@ -378,7 +408,7 @@ class _Verdict:
                     f"inputs like those of {_join_with_and([f'“{name}”' for name in detected])}"
                 )
             verdict.insert(0, f"To detect {inputs}, use {score}.")
-        return [" ".join(verdict)]
+        return [" ".join(verdict)] if verdict else []
 
     def _named_score(self, score: str | None, method: str) -> str:
         name = SCORE_LABELS[score or ""]
@@ -444,6 +474,11 @@ class _Verdict:
             return f"{sentence}."
         score = self._named_score(reference.score, reference.method)
         return f"{sentence}, and {_with_interval(reference)} for {score}."
+
+
+def _are_too_few(num_examples: int | None) -> bool:
+    """Whether a number of examples is too small for a conclusion; an unknown number is not."""
+    return num_examples is not None and num_examples < _FEWEST_EXAMPLES
 
 
 def _is_score_of(recommended: Recommendation, row: MetricRow) -> bool:

@@ -252,12 +252,14 @@ def _find_temperature(run: Run, method: Method) -> None:
         temperature = fit_temperature(
             predicted.predictions.log_probs, predicted.targets, run.loaded.likelihood
         )
+        num_validation = len(predicted.targets)
         run.method_record(method).temperature = temperature
+        run.method_record(method).num_validation = num_validation
     if temperature in BOUNDS:
         run.note(
             f"The temperature of {method.label} is {temperature:g}, the end of the search range. "
-            "The validation examples are too few or too easy, or the network is no better than "
-            "chance."
+            f"The {num_validation:,} validation examples are too few or too easy, or the network "
+            "is no better than chance."
         )
 
 

@@ -58,6 +58,8 @@ class MethodRecord:
         describes: Description in one sentence.
         is_laplace: Whether the method uses a Laplace posterior.
         temperature: Fitted temperature of the network's logits.
+        num_validation: Number of examples to which the temperature was fitted; None if it is not
+            fitted, or in runs of earlier versions.
         prior_precision: Tuned prior precision: one number or several.
         link: Link that the tuning chose.
         prior_precision_at_limit: Whether the metric was still improving at the end of the search
@@ -74,6 +76,7 @@ class MethodRecord:
     describes: str = ""
     is_laplace: bool = False
     temperature: float | None = None
+    num_validation: int | None = None
     prior_precision: Any = None
     link: str | None = None
     prior_precision_at_limit: bool = False

@@ -63,6 +63,7 @@ def verdict(
     task="classification",
     training=None,
     recommended=None,
+    num_validation=None,
     **laplace_fields,
 ):
     """The sentences about tables, which are stored by method and set; `network` is first."""
@@ -78,7 +79,7 @@ def verdict(
         "format": 1,
         "task": task,
         "input_name": "image" if task == "classification" else "row",
-        "methods": [method_entry(key, temperature, laplace_fields) for key in keys],
+        "methods": [method_entry(key, temperature, num_validation, laplace_fields) for key in keys],
         "sets": [
             set_entry(name, role, num_examples=len(tables[keys[0], name]["index"]))
             for name, role in roles.items()
@@ -88,13 +89,14 @@ def verdict(
     return conclude(from_json(RunRecord, run), measurements)
 
 
-def method_entry(key, temperature, laplace_fields):
+def method_entry(key, temperature, num_validation, laplace_fields):
     """The entry of a method in `run.json`; only Laplace methods have the further fields."""
     entry = {
         "key": key,
         "label": key.replace("-", " ").capitalize(),
         "is_laplace": key.startswith("laplace"),
         "temperature": temperature if key == "temperature" else None,
+        "num_validation": num_validation,
     }
     if entry["is_laplace"]:
         entry |= laplace_fields
@@ -107,7 +109,7 @@ def set_entry(name, role, num_examples):
     return {"name": name, "role": role, "severity": severity, "num_examples": num_examples}
 
 
-def trained(accuracy=0.95, gap=0.0, nll=0.2):
+def trained(accuracy=0.95, gap=0.0, nll=0.2, num_examples=1000):
     rows = {"accuracy": accuracy, "overconfidence": gap, "nll": nll}
     return {
         "rows": [
@@ -116,6 +118,7 @@ def trained(accuracy=0.95, gap=0.0, nll=0.2):
         ],
         "num_classes": CLASSES,
         "uniform_nll": math.log(CLASSES),
+        "num_examples": num_examples,
     }
 
 
@@ -173,11 +176,47 @@ def test_a_calibrated_network_is_left_as_it_is():
     assert "No significant difference from the network was found for “Temperature”." in sentences[2]
 
 
-def test_a_single_example_has_no_interval():
-    logits, labels = exact(n=1)
-    sentence = verdict({("network", "test"): table_of(logits, labels)}, training=trained())[0]
-    assert "It is not significantly over- or under-confident, and has" in sentence
-    assert "interval" not in sentence
+@pytest.mark.parametrize("number", [1, 2, 19])
+def test_few_test_examples_allow_no_conclusion(number):
+    logits, labels = exact(n=number)
+    tables = {
+        (key, name): table_of(factor * logits, labels)
+        for key, factor in (("network", 9), ("laplace", 1))
+        for name in ("test", "shift-5", "ood-far")
+    }
+    recommended = {"method": "laplace", "score": "entropy"}
+    (sentence,) = verdict(tables, training=trained(), recommended=recommended)
+    images = "1 image" if number == 1 else f"{number} images"
+    assert sentence.startswith(f"The test set of {images} is too small for a conclusion")
+
+
+@pytest.mark.parametrize("number", [1, 19])
+def test_few_rows_do_not_show_that_standard_deviations_fit(number):
+    target = torch.arange(number).double()
+    spread = {"epistemic": 0 * target, "standard_deviation": 1 + 0 * target}
+    table = {"index": torch.arange(number), "mean": target + 1, "target": target}
+    (sentence,) = verdict({("network", "test"): table | spread}, task="regression")
+    assert "too small for a conclusion" in sentence
+    assert "an RMSE of 1.000 and an NLL of 1.419 nats" in sentence
+
+
+def test_a_set_of_few_unfamiliar_inputs_allows_no_conclusion():
+    logits, labels = exact()
+    tables = {
+        ("network", "test"): table_of(logits, labels),
+        ("network", "ood-far"): table_of(logits[:3]),
+    }
+    last = verdict(tables, training=trained())[-1]
+    assert last == "“ood-far” has only 3 images, too few for a conclusion."
+
+
+@pytest.mark.parametrize(("num_validation", "has_doubts"), [(2, False), (20, True)])
+def test_a_temperature_from_few_examples_raises_no_doubts(num_validation, has_doubts):
+    logits, labels = exact()
+    tables = {(key, "test"): table_of(logits, labels) for key in ("network", "temperature")}
+    training = trained(accuracy=0, num_examples=19)
+    sentences = verdict(tables, 1000.0, training=training, num_validation=num_validation)
+    assert sentences[0].startswith(CHECKS) == has_doubts
 
 
 def test_classes_in_another_order_are_named_first():
