@@ -159,7 +159,9 @@ def _make_posterior(
     with run.stage("tune", method):
         validation = _validation_batches(run, method, loaded)
         sweep, notes_of_tuning = tune_posterior(la, choice, validation)
-        notes = [*notes_of_tuning, *thin_posterior(la, choice, loaded)]
+        for note in notes_of_tuning:
+            run.note(f"{method.label} (posteriors/{name}.safetensors): {note}")
+        notes = list(thin_posterior(la, choice, loaded))
         if isinstance(choice, PosteriorChoice) and choice.mode == "auto":
             notes.append(str(la.fit_report))
         for note in notes:

@@ -1,6 +1,7 @@
 """fit, tune, predict and spectrum on a network and data of a user."""
 
 import json
+import re
 
 import numpy as np
 import pandas
@@ -408,3 +409,17 @@ def test_out_of_distribution_data_of_ones_own_need_no_labels(folder, monkeypatch
     capsys.readouterr()
     assert main([*predict, "--inputs=own_data:labelled", "--output=all.csv"]) == 2
     assert "the entries ['train', 'validation', 'test', 'ood'], not" in capsys.readouterr().err
+
+
+def test_a_note_about_a_search_names_the_posterior_to_tune_again(folder, capsys):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 2))
+    columns = {"a": x[:, 0], "b": x[:, 1], "y": 3 * x[:, 0] + rng.normal(size=40)}
+    pandas.DataFrame(columns).to_csv("rows.csv", index=False)
+    network = ["--model=nets:rows", "--model_args={inputs: 2, outputs: 1}"]
+    data = ["--data=rows.csv", "--target=y", "--device=cpu", "--progress=false"]
+    assert main(["report", *network, *data, "--output=run"]) == 0
+    (note,) = (line for line in capsys.readouterr().out.splitlines() if "Tune this" in line)
+    posterior = re.search(r"\((posteriors/.*?)\)", note)[1]
+    option = re.search(r"--prior_precisions \S*\d", note)[0].split()
+    assert main(["tune", *network, *data, f"--posterior=run/{posterior}", *option]) == 0

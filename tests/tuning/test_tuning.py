@@ -281,8 +281,9 @@ def test_passes_of_the_front_end():
     with_given_grid = la.tune(data, grid=[1e-4, 1e-3], link=PLAIN)
     assert (data.count, len(with_given_grid.table)) == (1, 2)
     assert (
-        "pass grid= (command tune: --prior_precisions) with larger ones" in with_given_grid.message
-    )
+        "Tune this posterior again with larger ones: grid=[1.0e-02,1.0e-01,1.0e+00] in Python, or "
+        "the command laplace-debias tune with --prior_precisions 1.0e-02,1.0e-01,1.0e+00."
+    ) in with_given_grid.message
 
 
 @pytest.mark.parametrize("metric", ["nll", "brier"])

@@ -58,7 +58,6 @@ PER_OUTPUT = "per_output"
 """The value of `sigma=` that tunes the noise of each output."""
 # The relative rounding error of a mean NLL in single precision.
 _ROUNDING = 1e-6
-_TUNE_AGAIN = "Tune again, and pass grid= (command tune: --prior_precisions) with"
 
 
 def tune_on_data(
@@ -535,17 +534,21 @@ def _notes(
 def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
     """Explain that the best prior precision is the first or the last value of the grid."""
     delta = table.prior_precisions[point]
-    at_this_noise = "" if table.sigma_factors is None else " (sigma then stays as it is now)"
+    at_this_noise = "" if table.sigma_factors is None else ", at the present sigma"
     if point == 0:
+        grid = f"{delta / 1000:.1e},{delta / 100:.1e},{delta / 10:.1e}"
         yield (
-            f"The best value is the smallest that was tried, {delta:.3g}. {_TUNE_AGAIN} smaller "
-            f"ones{at_this_noise}."
+            f"The best value is the smallest that was tried, {delta:.3g}. Tune this posterior "
+            f"again with smaller ones{at_this_noise}: grid=[{grid}] in Python, or the command "
+            f"laplace-debias tune with --prior_precisions {grid}."
         )
     elif point == table.points[-1]:
+        grid = f"{delta * 10:.1e},{delta * 100:.1e},{delta * 1000:.1e}"
         yield (
-            f"The best value is the largest that was tried, {delta:.3g}. {_TUNE_AGAIN} larger "
-            f"ones{at_this_noise}, or predict with method='map', which has no uncertainty of the "
-            "parameters."
+            f"The best value is the largest that was tried, {delta:.3g}. Tune this posterior again "
+            f"with larger ones{at_this_noise}: grid=[{grid}] in Python, or the command "
+            f"laplace-debias tune with --prior_precisions {grid}. Or predict with method='map', "
+            "which has no uncertainty of the parameters."
         )
 
 
