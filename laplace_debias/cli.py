@@ -121,6 +121,9 @@ def _message(error: BaseException) -> str:
     if in_worker is not None:
         # All lines but the last are the traceback from the worker process.
         last = str(error).strip().splitlines()[-1]
+        kind, _, text = last.partition(": ")
+        if kind in {explained.__name__ for explained in _EXPLAINED}:
+            last = text
         return (
             f"{in_worker[1] or ''}The data set failed in a worker process: {last.rstrip('.')}. "
             f"To see where, run the command with --workers=0 {_TRACEBACK}."

@@ -279,8 +279,9 @@ class CommandLine(Generic[Settings]):
             ) from error
         content = parsed_yaml(text, str(path))
         if not isinstance(content, Mapping):
+            found = "is empty" if content is None else f"contains {str(content)[:60]!r}"
             raise ValueError(
-                f"{path} must contain options, but contains {str(content)[:60]!r}. Write "
+                f"{path} must contain options, but {found}. Write "
                 "`OPTION: VALUE` for each option, on a separate line."
             )
         values = {}

@@ -45,7 +45,9 @@ def print_table(rows: Sequence[Row], title: str) -> None:
         table.add_row(*(Text(_format_entry(cell)) for cell in line))
     # In a file or a pipe, print each row on one line, no matter how long it is.
     width = None if sys.stdout.isatty() else _MOST_COLUMNS
-    Console(width=width).print(table)
+    # With NO_COLOR, rich would still print bold text.
+    color_system: Any = None if os.environ.get("NO_COLOR") else "auto"
+    Console(width=width, color_system=color_system).print(table)
 
 
 def write_csv(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:

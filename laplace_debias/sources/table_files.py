@@ -1,5 +1,6 @@
 """Data from CSV and Parquet tables."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,11 @@ def read_table(path: Path, text_columns: Sequence[str] = ()) -> Any:
     if len(table) == 0:
         raise ValueError(f"{path} has no rows. Add at least one row.")
     table.columns = [str(name) for name in table.columns]
+    separator = re.search(r"[;\t|]", table.columns[0])
+    if path.suffix == ".csv" and table.shape[1] == 1 and separator is not None:
+        raise ValueError(
+            f"The columns of {path} are separated by {separator[0]!r}. Save it with commas."
+        )
     return table.reset_index(drop=True)
 
 

@@ -46,6 +46,7 @@ def test_bad_arguments_end_with_one_line_that_names_them(
         ("batch_size: many", "bad.yaml is not valid. Pass a whole number"),
         ("{", "bad.yaml is not a valid YAML file ("),
         ("a: [1,\nb: 2", "bad.yaml is not a valid YAML file ("),
+        ("", "bad.yaml must contain options, but is empty. Write `OPTION: VALUE`"),
         ("just words", "bad.yaml must contain options, but contains 'just words'"),
     ],
 )

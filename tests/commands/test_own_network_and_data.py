@@ -423,3 +423,15 @@ def test_a_note_about_a_search_names_the_posterior_to_tune_again(folder, capsys)
     posterior = re.search(r"\((posteriors/.*?)\)", note)[1]
     option = re.search(r"--prior_precisions \S*\d", note)[0].split()
     assert main(["tune", *network, *data, f"--posterior=run/{posterior}", *option]) == 0
+
+
+def test_a_damaged_image_is_named_by_a_worker_process_as_by_the_command(folder, capsys):
+    images = user_files.image_folder(folder / "images")
+    (image,) = sorted((images / "train" / "cat").iterdir())[1:2]
+    image.write_bytes(b"no image")
+    fit = ["fit", "--model=nets:build", "--data=images", "--output=p.safetensors", *QUIET]
+    for workers in (0, 1):
+        assert main([*fit, f"--workers={workers}"]) == 2
+        error = capsys.readouterr().err
+        assert f"{image.relative_to(folder)} is not a readable image" in error
+        assert "ValueError" not in error

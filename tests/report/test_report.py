@@ -29,6 +29,15 @@ def test_printed_table_holds_title_header_and_literal_cells(capsys, monkeypatch)
         assert piece in text
 
 
+@pytest.mark.parametrize("no_color", [False, True])
+def test_no_color_leaves_no_escape_sequences(no_color, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    print_table(ROWS, "Results")
+    assert ("\x1b[" in capsys.readouterr().out) != no_color
+
+
 def test_csv_round_trip_is_exact(tmp_path):
     path = tmp_path / "new" / "folder" / "table.csv"
     rows = [

@@ -197,6 +197,14 @@ def test_files_that_are_no_tables(folder):
         load_on_cpu(data="t.csv", target="b")
 
 
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_a_table_without_commas_is_refused_with_its_separator(tmp_path, separator):
+    table().to_csv(tmp_path / "t.csv", sep=separator, index=False)
+    with pytest.raises(ValueError, match=r"separated by .* Save it with commas") as raised:
+        read_table(tmp_path / "t.csv")
+    assert repr(separator) in str(raised.value)
+
+
 def test_a_table_in_another_encoding_is_refused_with_the_one_that_is_read(tmp_path):
     path = tmp_path / "d.csv"
     path.write_text("größe,y\n1.0,2.0\n", encoding="cp1252")
