@@ -73,6 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _process_group():
             return _run(words)
     except (KeyboardInterrupt, Exception) as error:
+        if isinstance(error, RuntimeError) and isinstance(error.__cause__, KeyboardInterrupt):
+            # Python 3.11 replaces Ctrl-C by a RuntimeError if a class is being created.
+            error = error.__cause__
         if os.environ.get("RANK", "0") != "0":
             # Only the first process prints the error. Wait for it, because torchrun stops it as
             # soon as this process exits.

@@ -9,6 +9,7 @@ import pytest
 import user_files
 
 from laplace_debias import Laplace
+from laplace_debias.__main__ import main as entry_point
 from laplace_debias.cli import main
 from laplace_debias.commands import COMMANDS
 from laplace_debias.curvature.fits import checkpoint
@@ -66,6 +67,26 @@ def test_ctrl_c_before_the_command_runs(monkeypatch, capsys):
     monkeypatch.setattr("laplace_debias.cli._run", stop)
     assert main(["fit"]) == 130
     assert "had not started. Run the same command again" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_a_class_is_created(monkeypatch, capsys):
+    class Stopping:
+        __set_name__ = stop
+
+    monkeypatch.setattr("laplace_debias.cli._run", lambda _: type("Any", (), {"a": Stopping()}))
+    assert main(["fit"]) == 130
+    assert "Run the same command again" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_the_command_line_is_imported(monkeypatch, capsys):
+    class Finder:
+        find_spec = staticmethod(stop)
+
+    monkeypatch.delitem(sys.modules, "laplace_debias.cli")
+    monkeypatch.delattr("laplace_debias.cli")
+    monkeypatch.setattr(sys, "meta_path", [Finder()])
+    assert entry_point() == 130
+    assert "Run the same command again" in capsys.readouterr().err
 
 
 def test_a_reader_of_the_output_that_ends_early_is_named(folder):
@@ -190,6 +211,7 @@ sys.path.insert(0, r"{tmp_path}")
 sys.modules["rich"] = sys.modules["matplotlib"] = None
 import torch
 from laplace_debias import Laplace
+from laplace_debias.__main__ import main as entry_point
 from laplace_debias.cli import main
 from stopped_nets import build
 try:
