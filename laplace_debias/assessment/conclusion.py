@@ -23,6 +23,7 @@ from laplace_debias.runs.records import (
 )
 from laplace_debias.runs.relevance import matters
 from laplace_debias.runs.wording import SCORE_LABELS, brief
+from laplace_debias.system.shown import counted
 
 _CRITERIA = {
     "nll": ("NLL", "{} nats"),
@@ -146,7 +147,8 @@ class _Verdict:
 
     def _inputs(self, count: int | None) -> str:
         """Format a number of inputs, as in `300 images`."""
-        return f"{count:,} {self._record.input_name}{'' if count == 1 else 's'}"
+        assert count is not None
+        return counted(count, self._record.input_name)
 
     # ------------------------------------------------------------------------- the set-up
 
@@ -449,7 +451,7 @@ class _Verdict:
         )
         if not change.sign():
             difference = _with_interval(change)
-            return f"{sentence} {comparison} is not significantly different ({difference})."
+            return f"{sentence} {comparison} is not significantly different, by {difference}."
         direction = "higher" if change.sign() > 0 else "lower"
         amount, interval = _in_words(change, brief)
         return f"{sentence} {comparison} is {direction} by {amount} ({interval})."

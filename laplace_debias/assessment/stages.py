@@ -46,6 +46,7 @@ from laplace_debias.runs.wording import duration
 from laplace_debias.sources.changed import Changed
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.ranks import alone, process_group
+from laplace_debias.system.shown import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,8 +261,8 @@ def _find_temperature(run: Run, method: Method) -> None:
     if temperature in BOUNDS:
         run.note(
             f"The temperature of {method.label} is {temperature:g}, the end of the search range. "
-            f"The {num_validation:,} validation examples are too few or too easy, or the network "
-            "is no better than chance."
+            f"It was fitted to {counted(num_validation, 'validation example')}. They are too few "
+            "or too easy, or the network is no better than chance."
         )
 
 

@@ -12,7 +12,7 @@ from laplace_debias.runs.folder import RunFolder
 from laplace_debias.runs.records import Measurements, MetricRow, RunRecord, to_json
 from laplace_debias.runs.wording import brief
 from laplace_debias.sources.settings import SourceSettings
-from laplace_debias.system.shown import plain
+from laplace_debias.system.shown import counted, plain
 
 _WITHOUT_INFLUENCE = {
     "output",
@@ -61,7 +61,8 @@ def print_results(path: Path, has_page: bool = True) -> None:
     record = folder.read_record()
     measurements = folder.read_measurements()
     rows = _rows(record, measurements)
-    title = f"{record.test.num_examples:,} test {record.input_name}s, 95 % intervals"
+    assert record.test.num_examples is not None  # The run is complete.
+    title = f"{counted(record.test.num_examples, f'test {record.input_name}')}, 95 % intervals"
     if sys.stdout.isatty() and _table_width(rows) > shutil.get_terminal_size().columns:
         rows = _rows(record, measurements, with_intervals=False)
         title += " on the page or in a wider terminal" if has_page else " in a wider terminal"

@@ -9,6 +9,7 @@ from laplace_debias.curvature.structures import CurvatureName
 from laplace_debias.laplace.fitting.modes import ModeName, check_mode
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.system.settings import option
+from laplace_debias.system.shown import counted
 
 if TYPE_CHECKING:
     from laplace_debias.laplace import Laplace, Plan
@@ -130,8 +131,8 @@ def run(settings: Settings) -> "Laplace | Plan":
         )
         save(la, output)
     print(
-        f"{settings.curvature}, {settings.mode}: {len(la.mean):,} parameters in "
-        f"{len(la.block_names)} blocks, N = {la.num_data:,}, prior precision "
+        f"{settings.curvature}, {settings.mode}: {counted(len(la.mean), 'parameter')} in "
+        f"{counted(len(la.block_names), 'block')}, N = {la.num_data:,}, prior precision "
         f"{settings.prior_precision:g}"
     )
     if settings.mode == "auto":

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from laplace_debias.commands.network import check_output, not_for, print_notes, with_task_of
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.system.settings import check_at_least, option
+from laplace_debias.system.shown import counted
 
 _SUFFIXES = (".parquet", ".csv")
 
@@ -116,7 +117,7 @@ def run(settings: Settings) -> Any:
             table.map(not_a_formula).to_csv(temporary, index=False)
         else:
             table.to_parquet(temporary, index=False)
-    print(f"{len(table):,} predictions: {settings.output}")
+    print(f"{counted(len(table), 'prediction')}: {settings.output}")
     return table
 
 

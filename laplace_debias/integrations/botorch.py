@@ -9,6 +9,7 @@ from torch import Tensor
 from laplace_debias.curvature.losses.likelihoods import Gaussian
 from laplace_debias.laplace import Laplace
 from laplace_debias.system.checks import imports_of_extra
+from laplace_debias.system.shown import counted
 
 with imports_of_extra("botorch", "botorch"):
     from botorch.acquisition.objective import PosteriorTransform
@@ -87,8 +88,9 @@ class LaplaceModel(Model):
         mean, covariance = self._moments(X, observation_noise)
         if mean.shape[-1] != self._num_outputs:
             raise ValueError(
-                f"The network has {mean.shape[-1]} outputs, but num_outputs={self._num_outputs}. "
-                f"Pass num_outputs={mean.shape[-1]} to LaplaceModel."
+                f"The network has {counted(mean.shape[-1], 'output')}, but "
+                f"num_outputs={self._num_outputs}. Pass num_outputs={mean.shape[-1]} to "
+                "LaplaceModel."
             )
         if output_indices is not None:
             num_points, num_outputs = mean.shape[-2:]

@@ -20,7 +20,7 @@ from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.state.prior import PriorPrecision
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.system.checks import imports_of_extra, whole
-from laplace_debias.system.shown import warn
+from laplace_debias.system.shown import counted, warn
 from laplace_debias.system.threads import GLOBAL_GENERATOR
 
 with imports_of_extra("sklearn", "sklearn"):
@@ -470,13 +470,13 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         if is_scalar or row_shape == (num_outputs,):
             return self.likelihood
         num_targets = num_outputs
-        needed = f"{num_outputs} outputs"
+        needed = counted(num_outputs, "output")
         if self.likelihood == "heteroscedastic":
             num_targets = num_outputs // 2
             needed = f"{num_targets} means and {num_targets} log-variances"
         raise ValueError(
             f"The network's outputs for a row have shape {row_shape}, but y has "
-            f"{num_targets} targets. Pass a network with {needed}."
+            f"{counted(num_targets, 'target')}. Pass a network with {needed}."
         )
 
     def predict(

@@ -7,6 +7,7 @@ from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
 from laplace_debias.system.checks import real
+from laplace_debias.system.shown import counted
 
 _ROW_SUM_TOLERANCE = 1e-4
 """How far the sum of a row of float32 or float64 probabilities may differ from 1."""
@@ -78,8 +79,8 @@ def check_classification(
     probs = check_probs(probs)
     if len(probs) != len(labels):
         raise ValueError(
-            f"`probs` has {len(probs)} examples, but `labels` has {len(labels)}. Pass both for "
-            "the same examples, in the same order."
+            f"`probs` has {counted(len(probs), 'example')}, but `labels` has {len(labels)}. Pass "
+            "both for the same examples, in the same order."
         )
     check_same_device(probs, labels, "probs", "labels")
     lowest, highest = (bound.item() for bound in labels.aminmax())

@@ -13,6 +13,7 @@ from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.splits import Examples, Splits, split_indices
 from laplace_debias.sources.targets import as_targets, check_numbers
+from laplace_debias.system.shown import counted
 
 _NAMES = ("x_train", "y_train", "x_val", "y_val", "x_test", "y_test")
 
@@ -51,7 +52,7 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
     notes: tuple[str, ...] = ()
     if was_whole:
         _check_lengths(arrays["x"], arrays["y"], str(path))
-        indices, note = split_indices(len(arrays["y"]), settings, str(path), "examples")
+        indices, note = split_indices(len(arrays["y"]), settings, str(path), "example")
         pairs = {
             name: (arrays["x"][i.numpy()], arrays["y"][i.numpy()]) for name, i in indices.items()
         }
@@ -115,7 +116,7 @@ def _check_lengths(x: np.ndarray, y: np.ndarray, source: str) -> None:
     """Raise an error unless there are as many inputs as targets, and at least one."""
     if len(x) != len(y) or len(x) == 0:
         raise ValueError(
-            f"x in {source} has {len(x)} rows, but y has {len(y)}. Use at least one "
+            f"x in {source} has {counted(len(x), 'row')}, but y has {len(y)}. Use at least one "
             "row, and the same number of rows in x and y."
         )
 

@@ -126,7 +126,7 @@ def _open_image_folder(
     was_whole = "all" in files
     if was_whole:
         all_files = files["all"]
-        indices, note = split_indices(len(all_files), settings, str(root), "images")
+        indices, note = split_indices(len(all_files), settings, str(root), "image")
         files = {name: [all_files[i] for i in split.tolist()] for name, split in indices.items()}
         notes += (note,)
     images = {name: ImageFiles(tuple(split), view) for name, split in files.items()}

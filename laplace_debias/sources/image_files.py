@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, Subset
 
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
+from laplace_debias.system.shown import counted
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 _GREY = ("1", "L", "LA")
@@ -161,8 +162,8 @@ def view_of(
     channels = 1 if is_grey else 3
     if not counts <= {1, channels}:
         raise ValueError(
-            f"--mean and --std have {max(counts)} numbers, but the network takes {channels} "
-            "channels. Pass one number per channel, or one for all channels."
+            f"--mean and --std have {counted(max(counts), 'number')}, but the network takes "
+            f"{counted(channels, 'channel')}. Pass one number per channel, or one for all channels."
         )
     view = View(unchanged, pixels, is_grey)
     size = settings.image_size

@@ -23,6 +23,7 @@ from laplace_debias.sources.networks import build
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.sources.splits import Splits, batches_of
+from laplace_debias.system.shown import counted
 
 
 def load(settings: SourceSettings) -> Loaded:
@@ -202,7 +203,7 @@ def _likelihood(
                 "--task=poisson or --task=ordinal."
             )
         raise ValueError(
-            f"The network has {num_outputs} outputs, but the data has {expected} "
+            f"The network has {counted(num_outputs, 'output')}, but the data has {expected} "
             f"{likelihood.outputs_meaning}. Use the network that was trained on this data, or "
             f"create it with this number of outputs (--model_args.KEY=VALUE).{advice}"
         )

@@ -23,6 +23,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.sources.image_files import View
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest
+from laplace_debias.system.shown import counted
 
 ExampleSource = Dataset[Any] | Iterable[Any]
 """A data set of single examples, or an iterable of batches."""
@@ -168,8 +169,8 @@ def split_by_seed(
     num_train = number - 2 * num_held_out
     if num_held_out < 1 or num_train < 1:
         raise ValueError(
-            f"{number} examples are too few: a fraction {held_out:g} of them is held "
-            "out for validation, and another fraction of the same size is held out "
+            f"The data has only {counted(number, 'example')}. A fraction {held_out:g} of them is "
+            "held out for validation, and another fraction of the same size is held out "
             "for the test. Add examples, or pass data that is already split."
         )
     order = torch.randperm(number, generator=torch.Generator().manual_seed(seed))
@@ -180,11 +181,15 @@ def split_by_seed(
 def split_indices(
     number: int, settings: SourceSettings, source: str, unit: str
 ) -> tuple[dict[str, Int64[Tensor, " split"]], str]:
-    """Draw the indices of `train`, `val` and `test`, and return them with a note for the reader."""
+    """Draw the indices of `train`, `val` and `test`, and return them with a note for the reader.
+
+    `unit` is the name of an example in the singular.
+    """
     train, validation, test = split_by_seed(number, settings.seed, settings.held_out)
     note = (
-        f"{source} is not split, so {len(validation)} validation and {len(test)} test {unit} are "
-        f"chosen with the seed {settings.seed}. The network must not have been trained on them."
+        f"{source} is not split, so the seed {settings.seed} chooses {counted(len(test), unit)} "
+        f"for the test and {counted(len(validation), unit)} for validation. The network must not "
+        "have been trained on them."
     )
     return {"train": train, "val": validation, "test": test}, note
 
@@ -223,8 +228,8 @@ def batches_of(
     # All OOD sets share one limit, so a set that is smaller than the limit is not an error.
     if max_examples is not None and max_examples > number and limit != "ood_examples":
         raise ValueError(
-            f"{limit} is {max_examples}, but the {name} has only {number} examples. Pass a "
-            "smaller number."
+            f"{limit} is {max_examples}, but the {name} has only {counted(number, 'example')}. "
+            "Pass a smaller number."
         )
     generator = torch.Generator().manual_seed(settings.seed)
     indices = torch.randperm(number, generator=generator)[:max_examples]

@@ -21,6 +21,7 @@ from laplace_debias.sources.splits import (
     split_indices,
 )
 from laplace_debias.sources.targets import as_targets
+from laplace_debias.system.shown import counted
 
 SUFFIXES = (".csv", ".parquet")
 MOST_CLASSES = 20
@@ -91,7 +92,7 @@ def table_splits(files: dict[str, Path], settings: SourceSettings) -> Splits:
     notes: tuple[str, ...] = ()
     undivided = tables.pop("all", None)
     if undivided is not None:
-        indices, note = split_indices(len(undivided), settings, str(first), "rows")
+        indices, note = split_indices(len(undivided), settings, str(first), "row")
         tables = {split: undivided.iloc[i.numpy()] for split, i in indices.items()}
         notes = (note,)
     train = tables["train"]
@@ -192,8 +193,8 @@ def _classes(column: Any, likelihood: Likelihood, name: str) -> list[Any] | None
     values = sorted(column.unique().tolist())
     if len(values) < 2:
         raise ValueError(
-            f"The target {name} has {len(values)} different values, but {task} needs at least "
-            "two. Check the target."
+            f"The target {name} has {counted(len(values), 'different value')}, but {task} needs "
+            "at least two. Check the target."
         )
     try:
         likelihood.num_outputs(len(values))

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.sources.likelihoods import task_name
+from laplace_debias.system.shown import counted
 
 
 def check_numbers(values: np.ndarray, source: str) -> None:
@@ -15,8 +16,8 @@ def check_numbers(values: np.ndarray, source: str) -> None:
     bad = ~np.isfinite(values)
     if bad.any():
         raise ValueError(
-            f"{source} has {int(bad.sum())} numbers that are NaN or infinite, the first at index "
-            f"{np.argwhere(bad)[0][0]}. Remove or correct these examples."
+            f"{source} has {counted(int(bad.sum()), 'NaN or infinite number')}, the first at "
+            f"index {np.argwhere(bad)[0][0]}. Remove or correct these examples."
         )
 
 

@@ -15,6 +15,11 @@ from torch import Tensor
 _MOST_SHOWN_VALUES = 3
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Format a number of things, as in `1 row` and `2,000 rows`; the default plural adds an s."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def one_line(value: Any) -> str:
     """Format an object's class and its non-empty attributes in one line.
 

@@ -113,7 +113,7 @@ def test_tune_saves_the_best_of_the_grid(checkpoint, posterior, tmp_path, metric
     ("name", "options", "message"),
     [
         ("fit", ["--mode=full", "--train_examples=0"], "train_examples is 0"),
-        ("fit", ["--train_examples=100000"], "train data has only 1000 examples"),
+        ("fit", ["--train_examples=100000"], "train data has only 1,000 examples"),
         ("fit", ["--batch_size=0"], "batch_size is 0"),
         ("fit", ["--mode=ful"], "mode"),
         ("tune", ["--validation_examples=0"], "validation_examples is 0"),

@@ -229,7 +229,7 @@ def test_a_network_that_predicts_its_noise(folder, capsys):
     capsys.readouterr()
     wrong = ["fit", "--model=nets:rows", "--model_args.outputs=1", *common[1:], "--output=w"]
     assert main(wrong) == 2
-    assert "has 1 outputs, but the data has 2 means and log-variances" in capsys.readouterr().err
+    assert "has 1 output, but the data has 2 means and log-variances" in capsys.readouterr().err
 
 
 def test_draws_of_predictions_follow_the_seed(folder):

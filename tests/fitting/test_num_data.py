@@ -337,7 +337,7 @@ def test_n_of_any_integer_type_becomes_an_int(value):
 def test_a_sampler_that_repeats_examples_is_refused_whatever_n_is_given():
     la = Laplace(network())
     padded = loader(sampler=split(5))
-    message = r"DistributedSampler repeats 1 examples .* 5 processes .*ShardedBatches\(data"
+    message = r"DistributedSampler repeats 1 example .* 5 processes .*ShardedBatches\(data"
     for fit in (la.fit, la.fit_batches, partial(la.fit, mode="mini")):
         with pytest.raises(ValueError, match=message):
             fit(padded, num_data=SIZE)

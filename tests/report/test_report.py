@@ -7,6 +7,7 @@ import torch
 from csv_table import read_csv
 
 from laplace_debias.report.tables import print_table, write_csv
+from laplace_debias.system.shown import counted
 
 ROWS = [
     {"method": "MAP", "nll": 0.61803, "images": 1000, "prior_precision": None},
@@ -27,6 +28,12 @@ def test_printed_table_holds_title_header_and_literal_cells(capsys, monkeypatch)
     text = capsys.readouterr().out
     for piece in ("[b]Results", "prior_precision", "0.618", "1.00e-04", "[red]x", "inf"):
         assert piece in text
+
+
+def test_a_noun_after_a_number_is_singular_or_plural():
+    assert counted(1, "row") == "1 row"
+    assert counted(0, "row") == "0 rows"
+    assert counted(2000, "batch", "batches") == "2,000 batches"
 
 
 @pytest.mark.parametrize("no_color", [False, True])

@@ -92,7 +92,7 @@ def test_data_without_parts_is_parted_as_told(folder):
     assert torch.cat([train, validation, test]).sort().values.tolist() == list(range(20))
     for batches, indices in ((loaded.validation, validation), (loaded.test, test)):
         assert every(batches)[1].tolist() == content["y"][indices.numpy()].tolist()
-    assert "chosen with the seed 3" in " ".join(loaded.notes)
+    assert "the seed 3 chooses 5 examples for the test" in " ".join(loaded.notes)
 
 
 @pytest.mark.parametrize("num_targets", [19, 21])

@@ -150,7 +150,10 @@ def test_a_line_says_what_to_do(folder, case, capsys):
 ARCHIVES = {
     "no y": ({"x_train": np.zeros((4, 4))}, "no y_train and no x_test and no y_test"),
     "lengths": (user_files.arrays() | {"y_test": np.arange(3)}, "has 9 rows, but y has 3"),
-    "nan": (user_files.arrays() | {"x_val": np.full((12, 4), np.nan)}, "48 numbers that are NaN"),
+    "nan": (
+        user_files.arrays() | {"x_val": np.full((12, 4), np.nan)},
+        "48 NaN or infinite numbers",
+    ),
     "text": (
         user_files.arrays() | {"y_train": np.array(["a"] * 30)},
         "is of type <U1. Convert it to numbers",
@@ -174,7 +177,7 @@ ARCHIVES = {
     ),
     "few": (
         {"x": np.zeros((2, 4)), "y": np.arange(2)},
-        "too few: a fraction 0.2 of them is held out",
+        "A fraction 0.2 of them is held out",
     ),
 }
 

@@ -13,6 +13,7 @@ from laplace_debias.curvature.network.inputs import (
     num_examples,
     without_subclass,
 )
+from laplace_debias.system.shown import counted
 
 # A function from an item of the data to (inputs, targets).
 BatchHook = Callable[[Any], tuple[Any, Any]]
@@ -144,7 +145,7 @@ def checked_batch(inputs: Inputs, targets: Any, weights: Any, name: str) -> Batc
     size = num_examples(inputs)
     if targets.ndim == 0 or size != len(targets):
         raise ValueError(
-            f"{name} contains {size} inputs, but its targets have the shape "
+            f"{name} contains {counted(size, 'input')}, but its targets have the shape "
             f"{tuple(targets.shape)}. Pass one target per input."
         )
     if weights is None:
@@ -158,8 +159,8 @@ def checked_batch(inputs: Inputs, targets: Any, weights: Any, name: str) -> Batc
         )
     if weights.shape != (size,):
         raise ValueError(
-            f"{name} contains {size} examples, but weights of shape {tuple(weights.shape)}. Pass "
-            "one weight per example."
+            f"{name} contains {counted(size, 'example')}, but weights of shape "
+            f"{tuple(weights.shape)}. Pass one weight per example."
         )
     if not (weights.isfinite() & (weights >= 0)).all():
         raise ValueError(

@@ -15,6 +15,7 @@ from laplace_debias.curvature.data.shards import (
 )
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.system.ranks import ALONE, Ranks
+from laplace_debias.system.shown import counted
 
 _EMPTY = "The data is empty. Pass at least one batch."
 _NO_PART = (
@@ -68,8 +69,8 @@ class RepeatableBatches:
         self.firsts = first_indices_of_batches(ranks, self.sizes)
         if num_data is not None and num_data != self.num_examples:
             raise ValueError(
-                f"`num_data={num_data}`, but the data has {self.num_examples} examples. Remove "
-                "`num_data=`, or check drop_last and the sampler."
+                f"`num_data={num_data}`, but the data has {counted(self.num_examples, 'example')}. "
+                "Remove `num_data=`, or check drop_last and the sampler."
             )
         self.first()
 

@@ -22,6 +22,7 @@ from torch.utils.data.sampler import RandomSampler
 from laplace_debias.curvature.data.batches import Stream
 from laplace_debias.curvature.network.fingerprints import digest_of
 from laplace_debias.system.ranks import Ranks, check_joined
+from laplace_debias.system.shown import counted
 from laplace_debias.system.threads import Randomness
 
 # The number of examples that are read to compare two data sets.
@@ -207,8 +208,8 @@ def _check_repeats_none(data: Any) -> None:
         num_repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
         if num_repeated > 0:
             raise ValueError(
-                f"The loader's DistributedSampler repeats {num_repeated} examples so that "
-                f"all {sampler.num_replicas} processes get the same number of examples. "
+                f"The loader's DistributedSampler repeats {counted(num_repeated, 'example')} so "
+                f"that all {sampler.num_replicas} processes get the same number of examples. "
                 "The repeated examples would count twice. Use DataLoader(data, "
                 "batch_sampler=ShardedBatches(data, batch_size)), which repeats no "
                 "examples."

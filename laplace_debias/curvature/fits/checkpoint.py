@@ -30,7 +30,7 @@ from laplace_debias.system.files import (
     written_atomically,
 )
 from laplace_debias.system.ranks import Ranks
-from laplace_debias.system.shown import warn
+from laplace_debias.system.shown import counted, warn
 
 EVERY = 60.0
 """Shortest time between two saves of a pass, in seconds."""
@@ -189,8 +189,8 @@ class SavedPass:
         """
         if self._num_read < self._num_saved:
             self._raise_different_batches(
-                f"the data has {self._num_read} batches, but the saved sums contain "
-                f"{self._num_saved}"
+                f"the data has {counted(self._num_read, 'batch', 'batches')}, but the saved sums "
+                f"contain {self._num_saved}"
             )
 
     def _raise_different_batches(self, difference: str) -> None:

@@ -34,6 +34,7 @@ from laplace_debias.metrics.report import report_of
 from laplace_debias.metrics.statistics import Mean, with_examples
 from laplace_debias.system.checks import check_is, real, whole
 from laplace_debias.system.ranks import collective, process_group
+from laplace_debias.system.shown import counted
 
 GroupFunction = Callable[[Any], Tensor]
 """A function from inputs to the group of each example, as integers `[B]`."""
@@ -504,8 +505,8 @@ class Conformal:
         if not is_of_integers or groups.shape != (size,):
             shape = tuple(groups.shape) if isinstance(groups, Tensor) else type(groups).__name__
             raise ValueError(
-                f"`groups` returned {shape} for {size} examples. Return a tensor with one "
-                "integer per example."
+                f"`groups` returned {shape} for {counted(size, 'example')}. Return a tensor with "
+                "one integer per example."
             )
         return groups.long().cpu()
 

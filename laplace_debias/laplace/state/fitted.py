@@ -22,6 +22,7 @@ from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.laplace.state.prior import Prior, check_prior_precision
 from laplace_debias.system.checks import real
+from laplace_debias.system.shown import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +136,7 @@ class FittedPosterior:
     def __post_init__(self) -> None:
         if not math.isfinite(self.nll):
             raise ValueError(
-                f"The loss, summed over {self.posterior.num_data} examples, is "
+                f"The loss, summed over {counted(self.posterior.num_data, 'example')}, is "
                 f"{self.nll}. The targets are too far from the outputs for the likelihood "
                 "(for regression, the distance is measured in units of sigma). Check the "
                 "targets and the outputs, or convert the model to a wider dtype."

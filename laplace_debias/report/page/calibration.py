@@ -20,6 +20,7 @@ from laplace_debias.report.page.panel import (
 )
 from laplace_debias.report.page.run import Run
 from laplace_debias.runs.wording import number, significant
+from laplace_debias.system.shown import counted
 
 _BINS = 15
 _LEVELS = np.linspace(0.05, 0.95, 19)
@@ -44,7 +45,7 @@ def reliability(run: Run, look: Look, data: str) -> Picture | None:
     _draw_accuracy(above, bins, look)
     _draw_counts(below, bins, look)
     texts = [
-        f"{bin.examples:,} examples\nconfidence {_percent(bin.confidence)}\n"
+        f"{counted(bin.examples, 'example')}\nconfidence {_percent(bin.confidence)}\n"
         f"accuracy {_percent(bin.accuracy)} ({_percent(bin.low)} … {_percent(bin.high)})"
         for bin in bins.itertuples()
     ]

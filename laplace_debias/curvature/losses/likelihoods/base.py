@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
-from laplace_debias.system.shown import one_line
+from laplace_debias.system.shown import counted, one_line
 
 Weights = Sequence[float] | Tensor
 
@@ -394,6 +394,6 @@ def check_length(weights: Tensor | None, num_outputs: int, name: str, single: bo
     if weights is None or len(weights) == num_outputs or (single and len(weights) == 1):
         return
     raise ValueError(
-        f"{name} has {len(weights)} entries, but the model has {num_outputs} outputs. Pass one "
-        "entry per output."
+        f"{name} has {counted(len(weights), 'entry', 'entries')}, but the model has "
+        f"{counted(num_outputs, 'output')}. Pass one entry per output."
     )

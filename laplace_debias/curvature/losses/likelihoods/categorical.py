@@ -19,6 +19,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
 )
 from laplace_debias.curvature.network.outputs import are_finite, require, warn_of_probabilities
 from laplace_debias.system.checks import checked_weights
+from laplace_debias.system.shown import counted
 
 # The largest allowed distance of a soft target's sum from 1; half precision allows more rounding.
 _ROUNDING = 1e-3
@@ -140,9 +141,9 @@ class Categorical(Likelihood):
         require(
             (low >= 0) & (high < num_classes),
             lambda: ValueError(
-                f"The model has {num_classes} outputs, so class labels must be between 0 "
-                f"and {num_classes - 1}, got {int(high if high >= num_classes else low)}. Renumber "
-                "the classes, or use a model with more outputs."
+                f"The model has {counted(num_classes, 'output')}, so class labels must be between "
+                f"0 and {num_classes - 1}, got {int(high if high >= num_classes else low)}. "
+                "Renumber the classes, or use a model with more outputs."
             ),
         )
 

@@ -17,6 +17,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
 )
 from laplace_debias.curvature.network.outputs import require, warn_of_positive
 from laplace_debias.system.checks import real
+from laplace_debias.system.shown import counted
 
 # After this number of halvings, a bracket of quantiles is smaller than float64's rounding error.
 _HALVINGS = 64
@@ -264,8 +265,8 @@ def _for_outputs(sigma: Float[Tensor, "*outputs"], outputs: Tensor) -> Float[Ten
     """Return the noise of each output in the dtype and on the device of the outputs."""
     if sigma.ndim == 1 and len(sigma) != outputs.shape[-1]:
         raise ValueError(
-            f"`sigma` has {len(sigma)} entries, but the model has {outputs.shape[-1]} outputs. "
-            "Pass one number, or one number per output."
+            f"`sigma` has {counted(len(sigma), 'entry', 'entries')}, but the model has "
+            f"{counted(outputs.shape[-1], 'output')}. Pass one number, or one number per output."
         )
     variance = sigma.square()
     limits = torch.finfo(outputs.dtype)
@@ -384,9 +385,9 @@ class HeteroscedasticGaussian(Likelihood):
         size = outputs.shape[1]
         if size % 2:
             raise ValueError(
-                f"The model has {size} outputs in the last dimension, but heteroscedastic "
-                "regression needs a mean and a log-variance per target. Use a model with outputs "
-                "[B, 2C] or [B, C, 2]."
+                f"The model has {counted(size, 'output')} in the last dimension, but "
+                "heteroscedastic regression needs a mean and a log-variance per target. Use a "
+                "model with outputs [B, 2C] or [B, C, 2]."
             )
         self._check_targets(outputs[:, : size // 2], targets)
         log_variances = outputs[:, size // 2 :]
