@@ -1,10 +1,9 @@
 """The smoothed spectral density of a symmetric operator on a linear or logarithmic scale."""
 
 import math
-from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from laplace_debias.linalg.checks import check_choice, check_operator
@@ -91,14 +90,7 @@ def spectral_density(
         Laurie. Anti-Gaussian quadrature formulas. Mathematics of Computation, 1996.
         Papyan. The full spectrum of deepnet Hessians at scale. 2018 (logarithmic scale).
     """
-    check_choice(scale, ("linear", "log"), "scale")
-    whole(num_points, "num_points", minimum=2)
-    if width is not None and not width > 0:
-        raise ValueError(f"`width` is {width}. Pass a positive standard deviation.")
-    if floor is not None and scale == "linear":
-        raise ValueError('`floor` applies only to `scale="log"`. Remove `floor`.')
-    if floor is not None and not floor >= 0:
-        raise ValueError(f"`floor` is {floor}. Pass 0 or a positive number.")
+    _check_options(num_points, scale, width, floor)
     check_operator(A, generator)
     if 0 in A.shape:
         raise ValueError(
@@ -114,35 +106,30 @@ def spectral_density(
         progress=progress,
         label="spectral density",
     )
-    largest = float(rule.nodes.abs()[rule.weights > 0].max())
     if floor is None:
+        largest = float(rule.nodes.abs()[rule.weights > 0].max())
         floor = 10 * torch.finfo(A.dtype).eps * largest
-    null = rule.nodes.abs() <= floor
-    null_fraction = float((rule.weights * null).sum(dim=1).mean())
-    negative_fraction = float((rule.weights * (rule.nodes < -floor)).sum(dim=1).mean())
-
-    def on_scale(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Map nodes to the scale, and return their weights; on a log scale, zeros get weight 0."""
-        if scale == "linear":
-            return nodes, weights
-        null = nodes.abs() <= floor
-        return torch.where(null, torch.ones_like(nodes), nodes).abs().log10(), weights * ~null
-
-    positions, weights = on_scale(rule.nodes, rule.weights)
+    null_fraction = 0.0
+    if scale == "log":
+        null_fraction = _fraction(rule, rule.nodes.abs() <= floor)
+    negative_fraction = _fraction(rule, rule.nodes < -floor)
+    positions, weights = _on_scale(rule.nodes, rule.weights, scale, floor)
     if scale == "log" and not (weights > 0).any():
         raise ValueError(
             f"All eigenvalues are within ±{floor:.4g}, so there is no density on a logarithmic "
             'scale. Lower `floor`, or use `scale="linear"`.'
         )
     grid, width = _grid(positions, weights, num_points, width, scale)
-    powers = moments(grid, positions, weights, width=width, powers=1 if rule.is_exact else 4)
+    # The second to fourth powers determine the spread over probes, which an exact rule lacks.
+    num_powers = 1 if rule.is_exact else 4
+    powers = mean_powers(grid, positions, weights, width=width, num_powers=num_powers)
     density = powers[0]
     variance = torch.zeros_like(density)
     error = torch.zeros_like(density)
     degrees = torch.full_like(density, math.inf)
     if not rule.is_exact:
         variance, degrees = spread_of_probes(powers, num_probes, A.shape[0])
-        error = quadrature_error(rule, on_scale, grid, density=density, width=width)
+        error = quadrature_error(rule, grid, density=density, width=width, scale=scale, floor=floor)
         degrees = with_bias(degrees, variance, error**2)
     return SpectralDensity(
         grid=grid if scale == "linear" else 10**grid,
@@ -154,17 +141,53 @@ def spectral_density(
         weights=rule.weights,
         scale=scale,
         width=width,
-        null_fraction=null_fraction if scale == "log" else 0.0,
+        null_fraction=null_fraction,
         negative_fraction=negative_fraction,
         floor=floor,
         num_matvecs=rule.num_matvecs,
     )
 
 
+def _check_options(num_points: int, scale: str, width: float | None, floor: float | None) -> None:
+    """Check the options of `spectral_density` that `lanczos_quadrature` does not check."""
+    check_choice(scale, ("linear", "log"), "scale")
+    whole(num_points, "num_points", minimum=2)
+    if width is not None and not width > 0:
+        raise ValueError(f"`width` is {width}. Pass a positive standard deviation.")
+    if floor is not None and scale == "linear":
+        raise ValueError('`floor` applies only to `scale="log"`. Remove `floor`.')
+    if floor is not None and not floor >= 0:
+        raise ValueError(f"`floor` is {floor}. Pass 0 or a positive number.")
+
+
+def _fraction(rule: Quadrature, is_counted: Bool[Tensor, "probes nodes"]) -> float:
+    """Estimate the fraction of eigenvalues for which a condition on the nodes is true."""
+    return float((rule.weights * is_counted).sum(dim=1).mean())
+
+
+def _on_scale(
+    nodes: Float[Tensor, "probes nodes"],
+    weights: Float[Tensor, "probes nodes"],
+    scale: str,
+    floor: float,
+) -> tuple[Float[Tensor, "probes nodes"], Float[Tensor, "probes nodes"]]:
+    """Map nodes to positions on the scale: λ, or log₁₀ |λ|.
+
+    Returns:
+        The positions and their weights. On a logarithmic scale, a node with |λ| ≤ `floor` has no
+        position, so it gets the weight 0.
+    """
+    if scale == "linear":
+        return nodes, weights
+    is_null = nodes.abs() <= floor
+    positions = torch.where(is_null, torch.ones_like(nodes), nodes).abs().log10()
+    return positions, weights * ~is_null
+
+
 def _grid(
     positions: Tensor, weights: Tensor, num_points: int, width: float | None, scale: str
 ) -> tuple[Tensor, float]:
-    """Choose the grid and the width of the smoothing."""
+    """Choose the grid, and check or choose the width of the smoothing, σ."""
     # Ignore nodes whose weights are only rounding errors.
     weighty = positions[weights > torch.finfo(weights.dtype).eps]
     low = float(weighty.min())
@@ -172,17 +195,16 @@ def _grid(
     largest = max(abs(low), abs(high))
     # On a logarithmic scale, both the position and its eigenvalue are rounded.
     rounding = torch.finfo(positions.dtype).eps * (largest + 1 if scale == "log" else largest)
+    least_width = _LEAST_WIDTH * rounding
     if width is None:
-        # The width must be positive even if all positions are equal. On a logarithmic scale,
-        # positions are in decades, so 1 is a natural size even if all positions are nearly 0.
+        # On a logarithmic scale, positions are in decades, so 1 is a natural size even if all
+        # positions are nearly 0.
         size = 1.0 if scale == "log" else largest
-        least_extent = max(1e-6 * size, _LEAST_WIDTH * rounding / _RELATIVE_WIDTH)
-        extent = high - low if high - low > least_extent else 0.0
-        width = _RELATIVE_WIDTH * (extent or size or 1.0)
-    elif width < _LEAST_WIDTH * rounding:
+        width = _default_width(high - low, size, least_width)
+    elif width < least_width:
         raise ValueError(
             f"`width` is {width:.4g}, which is lost to the rounding of {positions.dtype} between "
-            f"{low:.4g} and {high:.4g}. Raise `width` to {_LEAST_WIDTH * rounding:.2g} or more, or "
+            f"{low:.4g} and {high:.4g}. Raise `width` to {least_width:.2g} or more, or "
             "convert the operator to a wider dtype."
         )
     low -= _MARGIN * width
@@ -199,26 +221,35 @@ def _grid(
     return grid, width
 
 
-OnScale = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+def _default_width(extent: float, size: float, least_width: float) -> float:
+    """Return 1 % of the extent of the positions, or of their size if all are nearly equal."""
+    if extent > max(1e-6 * size, least_width / _RELATIVE_WIDTH):
+        return _RELATIVE_WIDTH * extent
+    # The width must be positive even if all positions are 0.
+    return _RELATIVE_WIDTH * (size or 1.0)
+
 
 _TOLERATED = 0.1
 """A warning is issued if the integral of the quadrature's error is above this. (The integral of a
 density is 1.)"""
 
 
-def moments(
+def mean_powers(
     grid: Float[Tensor, " points"],
     positions: Float[Tensor, "probes nodes"],
     weights: Float[Tensor, "probes nodes"],
     *,
     width: float,
-    powers: int = 1,
+    num_powers: int = 1,
 ) -> Float[Tensor, "powers points"]:
-    """Average powers of the normal density at each grid point over probes and nodes.
+    r"""Average powers of the kernel over the nodes, with their weights, and over the probes.
 
-    The averages are in float64, because the powers may be out of the range of single precision.
+    Row p estimates $\frac1n \sum_i g(\lambda_i)^{p + 1}$ at each grid point, where
+    $g(\lambda_i)$ is the normal density around the i-th eigenvalue's position. Row 0 is the
+    spectral density. The averages are in float64, because the powers may be out of the range of
+    single precision.
     """
-    sums = grid.new_zeros(powers, len(grid), dtype=torch.float64)
+    sums = grid.new_zeros(num_powers, len(grid), dtype=torch.float64)
     for centres, masses in zip(positions, weights, strict=True):
         # Skip nodes with weight zero. On the logarithmic scale, an exact rule may have many of
         # them.
@@ -229,11 +260,12 @@ def moments(
         # columns.
         for centre_chunk, mass_chunk in zip(centre_chunks, mass_chunks, strict=True):
             values = torch.exp(-0.5 * ((grid[:, None] - centre_chunk) / width) ** 2)
-            for power in range(powers):
-                sums[power] += values ** (power + 1) @ mass_chunk
-    scale = width * math.sqrt(2 * math.pi)
-    exponents = torch.arange(1, powers + 1, dtype=torch.float64, device=grid.device)
-    return sums / len(positions) / scale ** exponents[:, None]
+            for row in range(num_powers):
+                sums[row] += values ** (row + 1) @ mass_chunk
+    # The values above lack the factor that makes the integral of the normal density 1.
+    normaliser = width * math.sqrt(2 * math.pi)
+    exponents = torch.arange(1, num_powers + 1, dtype=torch.float64, device=grid.device)
+    return sums / len(positions) / normaliser ** exponents[:, None]
 
 
 def spread_of_probes(
@@ -242,28 +274,35 @@ def spread_of_probes(
     r"""Compute the variance of the mean over probes, and its degrees of freedom, at every point.
 
     The value for a probe is $\omega^\top g\,\omega / n$. It has the variance
-    $2\,\mathrm{tr}(g - \bar g)^2 / n^2$ and
-    $\mathrm{tr}((g - \bar g)^2)^2 / \mathrm{tr}(g - \bar g)^4$ degrees of freedom. These traces
-    follow from the means of $g, g^2, g^3, g^4$ over the eigenvalues.
+    $2\,\mathrm{tr}(g - \bar g)^2 / (n (n + 2))$ (for a direction that is uniform on the sphere)
+    and $\mathrm{tr}((g - \bar g)^2)^2 / \mathrm{tr}(g - \bar g)^4$ degrees of freedom. These
+    traces are n times the second and fourth central moments of g over the eigenvalues, which follow
+    from the means of $g, g^2, g^3, g^4$.
+
+    Args:
+        powers: The means of $g, g^2, g^3, g^4$, computed by `mean_powers`.
+        num_probes: Number of probes.
+        size: n.
     """
     mean, square, cube, quartic = powers
-    second = (square - mean**2).clamp(min=0)
-    fourth = quartic - 4 * mean * cube + 6 * mean**2 * square - 3 * mean**4
-    variance = 2 / (size + 2) * second / num_probes
+    second_moment = (square - mean**2).clamp(min=0)
+    fourth_moment = quartic - 4 * mean * cube + 6 * mean**2 * square - 3 * mean**4
+    variance = 2 / (size + 2) * second_moment / num_probes
     if num_probes == 1:
         return torch.full_like(variance, math.inf), torch.zeros_like(variance)
-    number = size * second**2 / fourth
-    number = torch.where(number.isfinite(), number, torch.ones_like(number))
-    return variance, num_probes * number.clamp(min=1, max=size)
+    degrees = size * second_moment**2 / fourth_moment
+    degrees = torch.where(degrees.isfinite(), degrees, torch.ones_like(degrees))
+    return variance, num_probes * degrees.clamp(min=1, max=size)
 
 
 def quadrature_error(
     rule: Quadrature,
-    on_scale: OnScale,
     grid: Float[Tensor, " points"],
     *,
     density: Float[Tensor, " points"],
     width: float,
+    scale: str,
+    floor: float,
 ) -> Float[Tensor, " points"]:
     """Estimate the error that results from the small number of nodes, and warn if it is large.
 
@@ -276,8 +315,8 @@ def quadrature_error(
 
     def averaged_density(num_steps: int) -> Tensor:
         nodes, weights = rule.averaged_rule(num_steps)
-        positions, weights = on_scale(nodes, weights)
-        return moments(grid, positions, weights, width=width)[0]
+        positions, weights = _on_scale(nodes, weights, scale, floor)
+        return mean_powers(grid, positions, weights, width=width)[0]
 
     steps = rule.nodes.shape[1]
     better = averaged_density(steps)
@@ -285,12 +324,7 @@ def quadrature_error(
     squares = (density - better) ** 2 + (better - from_half) ** 2
     # If the nodes were spread evenly, neighbours would be twice `reach` apart.
     reach = len(grid) // steps // 2
-    sums = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
-    index = torch.arange(len(grid), device=grid.device)
-    start = (index - reach).clamp(min=0)
-    end = (index + reach + 1).clamp(max=len(grid))
-    local = (sums[end] - sums[start]).clamp(min=0) / (end - start)
-    error = torch.maximum(local, squares).sqrt()
+    error = torch.maximum(_window_means(squares, reach), squares).sqrt()
     total = float(error.sum() * (grid[1] - grid[0]))
     if total > _TOLERATED:
         warn(
@@ -300,3 +334,13 @@ def quadrature_error(
             RuntimeWarning,
         )
     return error
+
+
+def _window_means(values: Float[Tensor, " points"], reach: int) -> Float[Tensor, " points"]:
+    """Average non-negative values over each point and up to `reach` neighbours on either side."""
+    sums = torch.cat([values.new_zeros(1), values.cumsum(0)])
+    index = torch.arange(len(values), device=values.device)
+    start = (index - reach).clamp(min=0)
+    end = (index + reach + 1).clamp(max=len(values))
+    # Rounding errors can make a difference of sums negative.
+    return (sums[end] - sums[start]).clamp(min=0) / (end - start)
