@@ -73,16 +73,14 @@ def neumann(
         )
     if tol is not None and not real(tol, "tol") > 0:
         raise ValueError(f"`tol` is {tol}. Pass a positive relative residual.")
-    num_norm_matvecs = 0
+    num_scale_matvecs = 0
     if scale is None and preconditioner is None:
-        norm = spectral_norm(A, tol=_SCALE_TOLERANCE, generator=generator)
-        bound = float(norm.value + norm.standard_error)
-        num_norm_matvecs = norm.num_matvecs
-        scale = 1 / bound if bound > 0 else 1.0
+        scale, num_scale_matvecs = _default_scale(A, generator)
     elif scale is None:
         scale = 1.0
     # A negative tolerance is never reached, so all terms are summed.
     tolerance = -1.0 if tol is None else tol
+    # Each right-hand side has its own residual norm, and its best partial sum so far.
     start_norms = column_norms(b)
     x = torch.zeros_like(b)
     residual = b
@@ -104,25 +102,27 @@ def neumann(
             is_bounded = norms <= _GROWTH * start_norms
             if (is_solved | ~is_bounded).all():
                 break
-        count = num_norm_matvecs + products.count
     has_diverged = norms > start_norms
-    statuses = _statuses(has_diverged, is_solved)
     growth = float((norms / start_norms.clamp(min=torch.finfo(norms.dtype).tiny)).max())
-    advice = {
-        Status.MAX_ITER: (
-            f"All {num_terms} terms are summed. For a smaller residual, raise `num_terms`, pass "
-            "a `preconditioner`, or use `cg`."
-        ),
-        Status.DIVERGED: (
-            f"The series diverges with the scale {scale:.3g}, because the residual grew to "
-            f"{growth:.3g} times the right-hand side. Set `scale` below 2 / λ_max. If the "
-            "operator has negative eigenvalues, add damping."
-        ),
-    }
     # If the series of a right-hand side diverges, return its best partial sum.
     x = torch.where(has_diverged, best, x)
     norms = torch.where(has_diverged, best_norms, norms)
-    return LinearSolution(x, statuses, norms.to(b), count, advice=advice)
+    return LinearSolution(
+        x,
+        _statuses(has_diverged, is_solved),
+        norms.to(b),
+        num_scale_matvecs + products.count,
+        advice=_advice(num_terms, scale, growth),
+    )
+
+
+def _default_scale(A: LinearOperator, generator: torch.Generator | None) -> tuple[float, int]:
+    """Return α, the inverse of an upper estimate of ‖A‖, and the number of products it needed."""
+    norm = spectral_norm(A, tol=_SCALE_TOLERANCE, generator=generator)
+    bound = float(norm.value + norm.standard_error)
+    if bound > 0:
+        return 1 / bound, norm.num_matvecs
+    return 1.0, norm.num_matvecs
 
 
 def _statuses(has_diverged: Tensor, is_solved: Tensor) -> tuple[Status, ...]:
@@ -136,3 +136,18 @@ def _statuses(has_diverged: Tensor, is_solved: Tensor) -> tuple[Status, ...]:
         else:
             statuses.append(Status.MAX_ITER)
     return tuple(statuses)
+
+
+def _advice(num_terms: int, scale: float, growth: float) -> dict[Status, str]:
+    """Return what to do for each status; the largest residual grew by the factor `growth`."""
+    return {
+        Status.MAX_ITER: (
+            f"All {num_terms} terms are summed. For a smaller residual, raise `num_terms`, pass "
+            "a `preconditioner`, or use `cg`."
+        ),
+        Status.DIVERGED: (
+            f"The series diverges with the scale {scale:.3g}, because the residual grew to "
+            f"{growth:.3g} times the right-hand side. Set `scale` below 2 / λ_max. If the "
+            "operator has negative eigenvalues, add damping."
+        ),
+    }
