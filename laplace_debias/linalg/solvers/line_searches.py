@@ -26,6 +26,14 @@ class LineSearches:
     negative gradient is updated recursively, $r_{t+1} = r_t - \tau_t A d_t$ (Eq. 12), so slope and
     curvature together need only one product. A right-hand side is done when its residual norm is at
     most `tol` times the norm of b.
+
+    Internally, b and all iterates are matrices `[n, k]`, in a unit of each right-hand side's own
+    (`_unit`) that keeps their squares in the range of single precision. Results are in the units
+    and the shape of b.
+
+    Attributes:
+        residual: b − A x for the current iterate, `[n, k]`, in internal units.
+        moved: Whether the last step moved each right-hand side, `[k]`.
     """
 
     def __init__(
@@ -69,8 +77,11 @@ class LineSearches:
         self.residual = self.residual / self._unit
         norms = self.residual.norm(dim=0)
         self._tolerance = tol * b.norm(dim=0)
+        # For each right-hand side, the index of its status in `_STATUSES`, or `_RUNNING`.
         self._codes = torch.full((b.shape[1],), _RUNNING, device=b.device)
-        self._scale = torch.zeros_like(norms)
+        # The largest norm of a product with a unit vector so far, which bounds rounding errors.
+        self._largest_product = torch.zeros_like(norms)
+        # The last direction without positive curvature, and its curvature.
         self._bad_direction: Tensor | None = None
         self._bad_curvature = torch.full_like(norms, torch.nan)
         self.moved = torch.zeros_like(self.running)
@@ -106,7 +117,15 @@ class LineSearches:
     def step(self, direction: Tensor, always: bool = False) -> bool:
         """Move the iterate of each running right-hand side to the minimum along its direction.
 
-        Returns whether a step was recorded.
+        A right-hand side does not move, and its run ends, if the curvature along the direction is
+        not positive or a result is not finite. It does not move either if its direction is zero.
+
+        Args:
+            direction: The directions, `[n, k]`, of any length.
+            always: Whether to record a step even if no right-hand side moves.
+
+        Returns:
+            Whether a step was recorded.
         """
         length = column_norms(direction)
         active = self.running & (length > 0)
@@ -118,8 +137,8 @@ class LineSearches:
         # The error of any product can be as large as the rounding error of the largest product so
         # far.
         product_norm = column_norms(product)
-        self._scale = torch.fmax(self._scale, product_norm)
-        threshold = torch.finfo(product.dtype).eps * self._scale
+        self._largest_product = torch.fmax(self._largest_product, product_norm)
+        threshold = torch.finfo(product.dtype).eps * self._largest_product
         finite = product_norm.isfinite()
         positive = active & finite & (curvature > threshold)
         tau = torch.where(positive, negative_slope / curvature, 0)
@@ -137,23 +156,37 @@ class LineSearches:
         self._x = torch.where(moved, self._x + tau * direction, self._x)
         self.residual = torch.where(moved, residual, self.residual)
         self._num_iterations = self._num_iterations + moved
-        slope = -negative_slope * self._unit
-        step = tau * self._unit
-        last_norm = self._history["residual_norms"][-1]
-        entries = {
-            "residual_norms": torch.where(moved, residual_norm * self._unit, last_norm),
-            "values": self._history["values"][-1] + torch.where(moved, slope * step / 2, 0),
-            "slopes": torch.where(active, slope, torch.nan),
-            "curvatures": torch.where(active, curvature, torch.nan),
-            "step_sizes": torch.where(moved, step, 0),
-        }
-        for name, entry in entries.items():
-            self._history[name].append(self._like_b(entry))
         self._direction = self._like_b(torch.where(moved, direction, 0))
         if self._directions is not None:
             self._directions.append(self._direction)
+        # A right-hand side that is not active has no slope and curvature, because they were not
+        # measured.
+        self._record(
+            residual_norm=residual_norm,
+            slope=torch.where(active, -negative_slope, torch.nan),
+            curvature=torch.where(active, curvature, torch.nan),
+            step_size=tau,
+        )
         self.end(moved & (residual_norm <= self._tolerance), Status.CONVERGED)
         return True
+
+    def _record(
+        self, *, residual_norm: Tensor, slope: Tensor, curvature: Tensor, step_size: Tensor
+    ) -> None:
+        """Add a step to the history, in the units of b; all arguments are `[k]`."""
+        slope = slope * self._unit
+        step_size = step_size * self._unit
+        last_norm = self._history["residual_norms"][-1]
+        entries = {
+            "residual_norms": torch.where(self.moved, residual_norm * self._unit, last_norm),
+            "values": self._history["values"][-1]
+            + torch.where(self.moved, slope * step_size / 2, 0),
+            "slopes": slope,
+            "curvatures": curvature,
+            "step_sizes": torch.where(self.moved, step_size, 0),
+        }
+        for name, entry in entries.items():
+            self._history[name].append(self._like_b(entry))
 
     def iterate(self) -> Iterate:
         """Return the current iterate."""
