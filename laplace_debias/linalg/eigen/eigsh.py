@@ -20,8 +20,8 @@ from laplace_debias.system.checks import whole
 from laplace_debias.system.shown import warn
 
 _BOUND_STEPS = 12
-"""Number of Lanczos steps that bound the spectrum, to determine the shift for ARPACK and subspace
-iteration."""
+"""Largest number of Lanczos steps, and of products, with which `_far_end` bounds the spectrum, to
+determine the shift for ARPACK and subspace iteration."""
 
 
 def select(
@@ -152,10 +152,13 @@ def arpack_eigenpairs(
     A = products.operator
     n = A.shape[0]
     num_vectors = min(n, max(2 * k + 1, k + 40))
-    num_bound = _BOUND_STEPS + 1
-    least = num_bound + 2 * num_vectors - k
+    # The shift and the scale need products before ARPACK starts. ARPACK then needs one product per
+    # vector to fill its basis, and one per vector that it does not keep in each restart.
+    num_preparing = _BOUND_STEPS + 1
+    num_per_restart = num_vectors - k
+    least = num_preparing + num_vectors + num_per_restart
     _check_products(max_matvecs, least, f"ARPACK stores {num_vectors} vectors")
-    restarts = (max_matvecs - num_bound - num_vectors) // (num_vectors - k)
+    max_restarts = (max_matvecs - num_preparing - num_vectors) // num_per_restart
     # ARPACK's tolerance is relative to each eigenvalue, so eigenvalues near zero would never
     # converge. Therefore, shift by the opposite end of the spectrum, so that the requested
     # eigenvalues are the largest.
@@ -165,6 +168,7 @@ def arpack_eigenpairs(
     scale = float(column_norms(products(start)) / column_norms(start)) or 1.0
 
     def multiply(vector: np.ndarray) -> np.ndarray:
+        """Multiply a vector by the shifted and scaled operator, (A − shift · I) / scale."""
         column = torch.from_numpy(vector.ravel()).to(A.device, A.dtype)
         return ((products(column) - shift * column) / scale).cpu().numpy()
 
@@ -178,7 +182,7 @@ def arpack_eigenpairs(
             which=scipy_name,
             v0=start.cpu().numpy(),
             ncv=num_vectors,
-            maxiter=restarts,
+            maxiter=max_restarts,
             tol=tol,
         )
     except ArpackNoConvergence as error:
@@ -219,7 +223,11 @@ def subspace_iteration(
     max_matvecs: int,
     generator: torch.Generator | None,
 ) -> EigenPairs:
-    """Compute eigenpairs by multiplying a block of vectors and taking Rayleigh–Ritz steps."""
+    """Compute eigenpairs by multiplying a block of vectors and taking Rayleigh–Ritz steps.
+
+    In each iteration, the block V is rotated to its Ritz vectors, and then replaced by an
+    orthonormal basis of (A − shift · I) V.
+    """
     A = products.operator
     n = A.shape[0]
     width = min(n, k + max(k, 10))
@@ -272,7 +280,12 @@ def _check_products(max_matvecs: int, least: int, reason: str) -> None:
 
 
 def _far_end(products: Products, end: str, generator: torch.Generator | None) -> float:
-    """Bound the opposite end; after a shift by it, the requested eigenvalues are the largest."""
+    """Return a shift after which the requested eigenvalues are those of largest magnitude.
+
+    The shift is a bound on the end of the spectrum that is opposite to the requested one, from a
+    Ritz value and its residual after a few Lanczos steps. It is 0 if the largest magnitudes are
+    requested.
+    """
     if end == "magnitude":
         return 0.0
     A = products.operator
@@ -286,7 +299,9 @@ def _far_end(products: Products, end: str, generator: torch.Generator | None) ->
     pairs = ritz_pairs(basis, opposite)
     value = float(pairs.values[0])
     error = float(pairs.residuals[0])
-    return value + error if opposite == "largest" else value - error
+    if opposite == "largest":
+        return value + error
+    return value - error
 
 
 METHODS = {
