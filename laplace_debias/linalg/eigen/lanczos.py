@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from laplace_debias.linalg.eigen.krylov import KrylovBasis, RitzPairs, order, ritz_pairs
 from laplace_debias.linalg.products import Products
@@ -19,14 +20,26 @@ _OVERLAP = 0.1
 
 
 class CompletenessCheck:
-    """A Krylov sequence in the complement of the converged pairs, which detects missed pairs."""
+    """A Krylov sequence in the complement of the converged pairs, which detects missed pairs.
+
+    The constructor reduces the basis to the converged pairs, and adds the random start of the
+    sequence. `search` then expands the sequence, and keeps these attributes up to date.
+
+    Attributes:
+        start: Index of the sequence's first row in the basis; the converged pairs are the rows
+            before it.
+        steps: Number of products by which the sequence was expanded.
+        is_exhausted: Whether the sequence spans an invariant subspace, so it cannot grow further.
+        has_restarted: Whether the sequence was reduced to its best Ritz vectors.
+    """
 
     def __init__(self, basis: KrylovBasis, pairs: RitzPairs, k: int, end: str) -> None:
         basis.rotate(pairs.combinations[:, : k + _num_kept(pairs, basis, k, end)])
         basis.park()
         self._basis = basis
         self._end = end
-        self._last = float(order(pairs.values[k - 1], end))
+        # The sort key (see `order`) of the last requested eigenvalue.
+        self._last_key = float(order(pairs.values[k - 1], end))
         self.start = basis.size
         self.steps = 0
         self.is_exhausted = False
@@ -35,10 +48,8 @@ class CompletenessCheck:
 
     def has_found(self, goal: float) -> bool:
         """Whether the sequence contains a Ritz value beyond the last requested eigenvalue."""
-        values, _ = eigh(
-            self._basis.projected[self.start :, self.start :], "the projected operator"
-        )
-        return bool((order(values, self._end) > self._last + goal).any())
+        values, _ = _decompose(self._basis, self.start)
+        return bool((order(values, self._end) > self._last_key + goal).any())
 
     def has_missed_nothing(self, low: float, high: float, goal: float) -> bool:
         r"""Whether no eigenvalue of the complement exceeds the requested ones by more than `goal`.
@@ -74,20 +85,26 @@ class CompletenessCheck:
         if self.is_exhausted:
             return True
         n = self._basis.vectors.shape[1]
-        values, combinations = eigh(
-            self._basis.projected[self.start :, self.start :], "the projected operator"
-        )
+        values, combinations = _decompose(self._basis, self.start)
         residuals = (self._basis.coupling[:, self.start :] @ combinations).norm(dim=0)
-        overlaps = torch.ones_like(values) if self.has_restarted else combinations[0].abs()
-        last = self._last + goal
+        overlaps = combinations[0].abs()
+        if self.has_restarted:
+            overlaps = torch.ones_like(values)
+        limit = self._last_key + goal
         # Computed residuals do not fall below this value, because of rounding errors.
         rounding = 10 * torch.finfo(values.dtype).eps * self._basis.scale
 
         def is_sure(gap: float, width: float, best: int) -> bool:
-            """Whether a missed eigenvalue beyond the gap is sufficiently improbable."""
+            """Whether a missed eigenvalue is sufficiently improbable on one side of the spectrum.
+
+            `gap` is δ, `width` the distance to the other end of the spectrum, and `best` the index
+            of θ.
+            """
             if gap <= 0:
                 return False
-            epsilon = min(1.0, gap / width) if width > 0 else 1.0
+            epsilon = 1.0
+            if width > 0:
+                epsilon = min(1.0, gap / width)
             exponent = math.sqrt(epsilon) * (2 * self.steps - 1)
             if math.log(1.648 * n**0.5) - exponent <= math.log(_MISS):
                 return True
@@ -95,13 +112,20 @@ class CompletenessCheck:
             overlap = float(overlaps[best])
             return residual <= rounding or residual * overlap <= gap * _MISS / n**0.5
 
-        is_complete_above = self._end == "smallest" or is_sure(
-            last - float(values[-1]), last - low, best=-1
+        # For "magnitude", eigenvalues can be missed on both sides: above `limit` and below
+        # `-limit`.
+        if self._end != "smallest" and not is_sure(
+            gap=limit - float(values[-1]), width=limit - low, best=-1
+        ):
+            return False
+        return self._end == "largest" or is_sure(
+            gap=limit + float(values[0]), width=limit + high, best=0
         )
-        is_complete_below = self._end == "largest" or is_sure(
-            last + float(values[0]), last + high, best=0
-        )
-        return is_complete_above and is_complete_below
+
+
+def _decompose(basis: KrylovBasis, start: int) -> tuple[Tensor, Tensor]:
+    """Decompose the projected operator on the rows from `start` on, in ascending order."""
+    return eigh(basis.projected[start:, start:], "the projected operator")
 
 
 def _num_kept(pairs: RitzPairs, basis: KrylovBasis, k: int, end: str) -> int:
@@ -160,6 +184,19 @@ def search(
     search continues. Otherwise, the sequence ends as soon as this is certain enough. The check also
     ensures that the pairs are the outermost ones, which is not guaranteed if the tolerance is
     loose.
+
+    Every round decomposes the projected operator, drops a check that has found a missed eigenvalue,
+    refreshes the basis if its residuals are stuck, begins a check or returns the result, and
+    expands the basis otherwise.
+
+    Args:
+        basis: The basis, which is expanded in place.
+        products: The products with the operator, which count them.
+        k: Number of pairs.
+        end: `"largest"`, `"smallest"` or `"magnitude"`.
+        tol: Largest residual of a converged pair, relative to the largest absolute eigenvalue.
+        max_matvecs: Number of products at which the search ends.
+        verify: Whether to check that no pair was missed.
     """
     rounding = 10 * torch.finfo(basis.vectors.dtype).eps
     low = math.inf
@@ -180,7 +217,8 @@ def search(
         if not has_converged or (check is not None and check.has_found(goal)):
             check = None
 
-        # Begin the first check when the residuals are below `aim`.
+        # Begin the first check when the residuals are below `aim`, which can be stricter than the
+        # goal.
         aim = goal
         if verify and not was_checked:
             aim = max(rounding * scale, _resolving_residual(pairs, k, end, goal))
@@ -193,15 +231,16 @@ def search(
             basis.refresh()
             continue
 
-        if has_converged and check is None:
+        if check is not None:
+            if check.has_missed_nothing(low, high, goal):
+                return SearchResult(pairs, goal, has_converged=True, was_verified=True)
+        elif has_converged:
             is_complete = basis.size == basis.vectors.shape[1]
             if is_complete or not verify:
                 return SearchResult(pairs, goal, has_converged=True, was_verified=is_complete)
             if is_settled:
                 check = CompletenessCheck(basis, pairs, k, end)
                 was_checked = True
-        elif has_converged and check is not None and check.has_missed_nothing(low, high, goal):
-            return SearchResult(pairs, goal, has_converged=True, was_verified=True)
         if products.count >= max_matvecs:
             return SearchResult(ritz_pairs(basis, end), goal, has_converged, was_verified=False)
 
@@ -237,7 +276,7 @@ def _make_room(basis: KrylovBasis, end: str, k: int, check: CompletenessCheck | 
         check.has_restarted = True
         start = check.start
         least = 1
-    values, combinations = eigh(basis.projected[start:, start:], "the projected operator")
+    values, combinations = _decompose(basis, start)
     best = order(values, end).argsort(descending=True, stable=True)
     basis.rotate(combinations[:, best[: (len(values) + least) // 2]], start)
 
@@ -251,8 +290,14 @@ def _expand(
     k: int,
     max_matvecs: int,
 ) -> None:
-    """Expand one sequence by a few products, or by more if decomposing the basis takes longer."""
-    length = basis.size - check.start if check else basis.size
+    """Expand one sequence by a few products, or by more if decomposing the basis takes longer.
+
+    The sequence is that of the check, if there is one. Otherwise, `pairs` determines the sequence;
+    it is the last one if `pairs` is None.
+    """
+    length = basis.size
+    if check is not None:
+        length = basis.size - check.start
     index = len(basis.coupling) - 1
     if check is None and pairs is not None and len(basis.coupling) > 1:
         # Expand the sequence that contributes most to the residual of the least accurate requested
