@@ -9,7 +9,7 @@ from torch import Tensor
 from laplace_debias.linalg.checks import check_operator
 from laplace_debias.linalg.column_norms import column_norms
 from laplace_debias.linalg.eigen.krylov import KrylovBasis
-from laplace_debias.linalg.eigen.lanczos import capacity, search
+from laplace_debias.linalg.eigen.lanczos import SearchResult, capacity, search
 from laplace_debias.linalg.estimators.quadratic_forms import SquaredNorms, at_least_rounding
 from laplace_debias.linalg.probes import draw
 from laplace_debias.linalg.products import Products
@@ -145,50 +145,72 @@ def spectral_norm(
     closed_form = exact_spectral_norm(A)
     if closed_form is not None:
         return Estimate.exact(closed_form)
-    # σ² is an eigenvalue of the Gram operator. If the norm of its residual is r, the error of σ is
-    # at most r / (√2 σ).
-    power = 2
-    scale = 1.0
-    num_scale_matvecs = 0
-    gram = A
-    if A.is_symmetric:
-        power = 1
-    else:
-        # Without a scale, squares of singular values can underflow or overflow in single precision.
-        with Products(A) as products:
-            image = products(draw(A, 1, "rademacher", generator))
-        num_scale_matvecs = 1
-        # Scaling by a power of two causes no rounding errors.
-        scale = 2.0 ** math.frexp(float(column_norms(image)))[1]
-        gram = _ScaledGram(A if A.shape[0] < A.shape[1] else A.T, scale)
-    size = gram.shape[0]
     name = type(A).__name__
-    with Products(gram, name=name, progress=progress, label="spectral norm") as products:
-        num_vectors = capacity(size, 1, A.dtype.itemsize)
-        basis = KrylovBasis(gram, products, size=size, capacity=num_vectors, generator=generator)
+    if A.is_symmetric:
+        result, count = _largest_pair(A, name, tol, max_matvecs, generator, progress)
+        value = result.pairs.values[0].abs().to(A.device, A.dtype)
+        bound = result.pairs.residuals[0].to(A.device, A.dtype)
+    else:
+        gram = _scaled_gram(A, generator)
+        # σ² is an eigenvalue of the Gram operator. If the norm of its residual is r, the error of
+        # σ is at most r / (√2 σ).
+        result, num_gram_matvecs = _largest_pair(
+            gram, name, 2**0.5 * tol, (max_matvecs - 1) // 2, generator, progress
+        )
+        count = 2 * num_gram_matvecs + 1
+        scaled_value = result.pairs.values[0].abs().sqrt()
+        scaled_bound = result.pairs.residuals[0]
+        if scaled_value > 0:
+            scaled_bound = scaled_bound / (2**0.5 * scaled_value)
+        value = gram.scale * scaled_value.to(A.device, A.dtype)
+        bound = gram.scale * scaled_bound.to(A.device, A.dtype)
+    if not result.has_converged:
+        warn(
+            f"After {count} products, the error bound of the spectral norm is "
+            f"{float(bound):.3g}, above tol · estimate = {tol * float(value):.3g}. Raise "
+            "`max_matvecs` or `tol`.",
+            RuntimeWarning,
+        )
+    return Estimate(value, bound, count, converged=result.has_converged)
+
+
+def _scaled_gram(A: LinearOperator, generator: torch.Generator | None) -> _ScaledGram:
+    """Return the smaller Gram operator of A, whose scale is determined by one product with A.
+
+    Without a scale, squares of singular values can underflow or overflow in single precision.
+    """
+    with Products(A) as products:
+        image = products(draw(A, 1, "rademacher", generator))
+    # Scaling by a power of two causes no rounding errors.
+    scale = 2.0 ** math.frexp(float(column_norms(image)))[1]
+    if A.shape[0] < A.shape[1]:
+        return _ScaledGram(A, scale)
+    return _ScaledGram(A.T, scale)
+
+
+def _largest_pair(
+    A: LinearOperator,
+    name: str,
+    tol: float,
+    max_matvecs: int,
+    generator: torch.Generator | None,
+    progress: bool,
+) -> tuple[SearchResult, int]:
+    """Find the Ritz pair of largest magnitude of a symmetric operator, and count the products.
+
+    `name` is the name of the user's operator in error messages.
+    """
+    n = A.shape[0]
+    with Products(A, name=name, progress=progress, label="spectral norm") as products:
+        num_vectors = capacity(n, 1, A.dtype.itemsize)
+        basis = KrylovBasis(A, products, size=n, capacity=num_vectors, generator=generator)
         result = search(
             basis,
             products,
             k=1,
             end="magnitude",
-            tol=tol if power == 1 else 2**0.5 * tol,
-            max_matvecs=(max_matvecs - num_scale_matvecs) // power,
+            tol=tol,
+            max_matvecs=max_matvecs,
             verify=False,
         )
-    value = result.pairs.values[0].abs()
-    residual = result.pairs.residuals[0]
-    if power == 2:
-        value = value.sqrt()
-        if value > 0:
-            residual = residual / (2**0.5 * value)
-    count = power * products.count + num_scale_matvecs
-    value = scale * value.to(A.device, A.dtype)
-    residual = scale * residual.to(A.device, A.dtype)
-    if not result.has_converged:
-        warn(
-            f"After {count} products, the error bound of the spectral norm is "
-            f"{float(residual):.3g}, above tol · estimate = {tol * float(value):.3g}. Raise "
-            "`max_matvecs` or `tol`.",
-            RuntimeWarning,
-        )
-    return Estimate(value, residual, count, converged=result.has_converged)
+    return result, products.count
