@@ -69,19 +69,23 @@ def matrix_function_trace(
 
 
 def integrate(rule: Quadrature, function: Callable[[Tensor], Tensor], size: int) -> Estimate:
-    """Integrate a function by a quadrature rule, and estimate the error."""
+    """Compute tr f(A), n times the integral of f by a quadrature rule, and estimate the error.
+
+    `size` is n.
+    """
     if rule.is_exact or rule.forms is None:
         exact = values_at(rule.nodes, rule.weights, function)
         return Estimate.exact(size * (rule.weights * exact).sum(), rule.num_matvecs)
     mean, standard_error, degrees = rule.forms.mean()
-    fewer = rule.shorter(round(rule.nodes.shape[1] / 2**0.5))
-    values = [
-        size * (weights * values_at(nodes, weights, function)).double().sum(dim=1).mean()
-        for nodes, weights in (fewer, (rule.nodes, rule.weights))
-    ]
+
+    def integral(nodes: Tensor, weights: Tensor) -> Tensor:
+        return size * (weights * values_at(nodes, weights, function)).double().sum(dim=1).mean()
+
+    with_fewer_steps = integral(*rule.shorter(round(rule.nodes.shape[1] / 2**0.5)))
+    with_all_steps = integral(rule.nodes, rule.weights)
     # The estimate of the bias is correct if the bias is inversely proportional to the root of the
     # number of steps. If it falls faster, the estimate is too large, which is safe.
-    bias = (values[1] - values[0]) / (2**0.25 - 1)
+    bias = (with_all_steps - with_fewer_steps) / (2**0.25 - 1)
     squared_bias = bias**2 + _rounding(rule, function, size) ** 2
     degrees = with_bias(degrees, standard_error**2, squared_bias)
     standard_error = (standard_error**2 + squared_bias).sqrt()

@@ -26,9 +26,9 @@ float32."""
 class Quadrature:
     r"""One rule per probe: nodes (Ritz values) and weights `[probes, steps]`, which sum to 1.
 
-    `alphas` and `betas` are the tridiagonal matrices in float64. They are empty if all eigenvalues
-    are known (`is_exact`). If a function f was passed, `forms` are the $\omega^\top f(A)\,\omega$
-    of the probes.
+    `alphas` and `betas` are the diagonals and off-diagonals of the tridiagonal matrices, in
+    float64. They are empty if all eigenvalues are known (`is_exact`). If a function f was passed,
+    `forms` are the $\omega^\top f(A)\,\omega$ of the probes.
     """
 
     nodes: Float[Tensor, "probes steps"]
@@ -100,7 +100,9 @@ def lanczos_quadrature(
         chunk = max(1, _BASIS_ELEMENTS // (n * num_steps))
         diagonals = []
         off_diagonals = []
-        forms = None if function is None else QuadraticForms(is_symmetric=True, dtype=A.dtype)
+        forms = None
+        if function is not None:
+            forms = QuadraticForms(is_symmetric=True, dtype=A.dtype)
         for start in range(0, num_probes, chunk):
             probes = draw(A, min(chunk, num_probes - start), "rademacher", generator)
             alphas, betas, basis = _tridiagonal(products, probes / n**0.5, num_steps, floor)
@@ -138,11 +140,16 @@ def _images(
     betas: Float[Tensor, "probes off_diagonal"],
     basis: Float[Tensor, "probes steps n"],
 ) -> Float[Tensor, "n probes"]:
-    """Approximate f(A) ω / ‖ω‖ for each probe ω, the start of a Lanczos process."""
+    """Approximate f(A) ω / ‖ω‖ by V f(T) e₁, for each probe ω that a Lanczos process started from.
+
+    T is the tridiagonal matrix and V the basis of the process, and e₁ are the coordinates of
+    ω / ‖ω‖ in this basis.
+    """
     nodes, vectors = _decompose_tridiagonal(alphas, betas, basis.dtype)
     first_entries = vectors[:, 0]
     values = values_at(nodes, first_entries**2, function) * first_entries
-    return ((vectors @ values[:, :, None]).mT @ basis)[:, 0].T
+    coordinates = vectors @ values[:, :, None]
+    return (coordinates.mT @ basis)[:, 0].T
 
 
 def values_at(nodes: Tensor, weights: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -176,9 +183,10 @@ def _exact_quadrature(eigenvalues: Tensor, num_matvecs: int) -> Quadrature:
 def _tridiagonal(
     products: Products, start: Tensor, num_steps: int, floor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run Lanczos from p starting vectors, unit columns `[n, p]`.
+    """Run Lanczos from p starting vectors, unit columns `[n, p]`, with p separate bases.
 
-    Once a Krylov space is exhausted, all further entries of its tridiagonal matrix are zero.
+    Once a Krylov space is exhausted, its next vectors and all further entries of its tridiagonal
+    matrix are zero.
 
     Returns:
         The diagonals `[p, steps]` and the off-diagonals `[p, steps - 1]`, both in float64, and the
@@ -192,29 +200,31 @@ def _tridiagonal(
     eps = torch.finfo(start.dtype).eps
     for step in range(num_steps):
         basis[:, step] = current
-        so_far = basis[:, : step + 1]
-        vectors = products(current.T).T
-        scale = max(scale, float(column_norms(vectors.T).max()))
-        inside = (so_far @ vectors[:, :, None])[:, :, 0]
+        basis_so_far = basis[:, : step + 1]
+        images = products(current.T).T
+        scale = max(scale, float(column_norms(images.T).max()))
+        coordinates = (basis_so_far @ images[:, :, None])[:, :, 0]
         if step:
-            difference = inside[:, step - 1] - betas[:, step - 1]
+            # By symmetry, the coordinate along the previous vector is the last off-diagonal entry.
+            difference = coordinates[:, step - 1] - betas[:, step - 1]
             check_symmetric(products.operator, difference.abs(), scale, floor)
         # Sum in double precision. If the eigenvalues are similar, all terms have the same sign, so
         # in single precision, their rounding errors would accumulate in one direction.
         precise = current.double()
         squared_lengths = torch.linalg.vecdot(precise, precise)
-        quotients = torch.linalg.vecdot(precise, vectors.double()) / squared_lengths
+        quotients = torch.linalg.vecdot(precise, images.double()) / squared_lengths
         alphas[:, step] = torch.where(squared_lengths > 0, quotients, 0)
         if step == num_steps - 1:
             break
-        vectors = vectors - (inside[:, None] @ so_far)[:, 0]
+        residuals = images - (coordinates[:, None] @ basis_so_far)[:, 0]
+        # Project twice more, because rounding errors leave components along the basis.
         for _ in range(2):
-            again = so_far @ vectors[:, :, None]
-            vectors = vectors - (again.mT @ so_far)[:, 0]
-        norms = column_norms(vectors.T).to(vectors)
+            remaining_coordinates = basis_so_far @ residuals[:, :, None]
+            residuals = residuals - (remaining_coordinates.mT @ basis_so_far)[:, 0]
+        norms = column_norms(residuals.T).to(residuals)
         norms = torch.where(norms > 10 * eps * scale, norms, torch.zeros_like(norms))
         betas[:, step] = norms
-        unit = vectors / norms[:, None]
+        unit = residuals / norms[:, None]
         current = torch.where(norms[:, None] > 0, unit, torch.zeros_like(unit))
     return alphas, betas, basis
 
@@ -233,6 +243,7 @@ def _decompose_tridiagonal(
 
 
 def _gauss(alphas: Tensor, betas: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Compute the nodes and weights of the Gauss rules with these tridiagonal matrices."""
     nodes, vectors = _decompose_tridiagonal(alphas, betas, dtype)
     weights = vectors[:, 0] ** 2
     return nodes, weights / weights.sum(dim=1, keepdim=True)
