@@ -62,15 +62,20 @@ class TraceInCoordinates:
     probe_forms: Float[Tensor, "r k"]
 
     def estimate(self) -> Float[Tensor, ""]:
-        """Average the trace inside and outside the range of the other images over the probes."""
+        """Average over the probes the trace inside and outside the range of the others' images.
+
+        With the projector Q onto this range, tr(Q A Q) is computed exactly, and the trace on the
+        complement is estimated from the probe's part outside, (I − Q) ω, whose length is
+        normalised.
+        """
         basis, left_out = leave_one_out(self.images, self.precision)
         H = self.basis_images
         trace_inside = ((basis.T @ H) * basis.T).sum() - (left_out * (H @ left_out)).sum(dim=0)
         inside = without_own(basis, left_out, self.probes)
         squared_lengths = self.num_rows - inside.square().sum(dim=0)
-        forms_outside = self.forms - (inside * (self.probe_forms + self.images - H @ inside)).sum(
-            dim=0
-        )
+        # The form of (I − Q) ω is ωᵀAω − ωᵀQAω − ωᵀAQω + ωᵀQAQω.
+        forms_inside = (inside * (self.probe_forms + self.images - H @ inside)).sum(dim=0)
+        forms_outside = self.forms - forms_inside
         dimensions_outside = self.num_rows - basis.shape[1] + left_out.any(dim=0).double()
         return (trace_inside + dimensions_outside / squared_lengths * forms_outside).mean()
 
@@ -89,29 +94,37 @@ class TraceInCoordinates:
 
 
 def xdiag(products: Products, total: int, generator: torch.Generator | None) -> ValueAndError:
-    """Estimate the diagonal from half as many probes as products."""
+    """Estimate the diagonal from half as many probes as products.
+
+    For each probe ω, the diagonal is the sum of two parts. With the projector Q onto the range of
+    the other probes' images, diag(Q A) is computed exactly, and diag((I − Q) A) is estimated by
+    ω ⊙ (I − Q) A ω.
+    """
     A = products.operator
     probes = draw(A, total // 2, "rademacher", generator)
     num_probes = probes.shape[1]
     images = products(probes)
     U = range_basis(images)
-    rows = products.adjoint(U)
+    adjoint_images = products.adjoint(U)
     precision = relative_precision(images)
+    # Both are Uᵀ A Ω: the first from the images, whose ranges it determines, and the second from
+    # the products with the adjoint, from which diag(Q A) is also computed.
     coordinates = U.T @ images
-    probe_coordinates = rows.T @ probes
+    probe_coordinates = adjoint_images.T @ probes
 
     def estimate(kept: Tensor) -> Tensor:
+        """Estimate the diagonal from the probes with these indices."""
         basis, left_out = leave_one_out(coordinates[:, kept], precision)
-        projectors = basis @ basis.T - left_out @ left_out.T / len(kept)
+        mean_projector = basis @ basis.T - left_out @ left_out.T / len(kept)
         inside = U @ without_own(basis, left_out, probe_coordinates[:, kept])
         outside = probes[:, kept] * (images[:, kept] - inside)
-        return ((U @ projectors) * rows).sum(dim=1) + outside.mean(dim=1)
+        return ((U @ mean_projector) * adjoint_images).sum(dim=1) + outside.mean(dim=1)
 
     every = torch.arange(num_probes, device=probes.device)
     value = estimate(every)
     without_each = torch.stack([estimate(every[every != i]) for i in range(num_probes)])
     standard_error, degrees = jackknife(without_each)
-    magnitude = (U * rows).abs().sum(dim=1)
+    magnitude = (U * adjoint_images).abs().sum(dim=1)
     standard_error = at_least_rounding(standard_error, magnitude, A.dtype)
     return ValueAndError(value, standard_error, degrees)
 
