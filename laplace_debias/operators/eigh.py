@@ -63,7 +63,7 @@ def eigh(matrix: Float[Tensor, "*batch d d"], name: str = "the matrix") -> Decom
             continue
         values = values.to(scaled)
         vectors = vectors.to(scaled)
-        if _is_right(scaled, values, vectors):
+        if _is_accurate(scaled, values, vectors):
             if exponent is not None:
                 values = _ldexp(values, exponent.squeeze(-1))
             return values, vectors
@@ -132,8 +132,24 @@ def _eigh_by_qr_iterations(matrices: Tensor) -> Decomposition:
     return values.view(matrices.shape[:-1]), vectors.mT.view(matrices.shape).mT
 
 
-def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
-    """Whether a decomposition is finite and reproduces the matrix to the accuracy of the dtype."""
+def _probes(matrix: Tensor) -> Float[Tensor, "probes d"]:
+    """Return fixed vectors of ±1, without a pattern that a matrix is likely to share.
+
+    They are rows, because products with a few rows take a quarter of the time of those with a few
+    columns.
+    """
+    places = torch.arange(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
+    multiples = torch.arange(1, _PROBES + 1, dtype=torch.float64, device=matrix.device)
+    is_positive = (multiples.unsqueeze(1) * (places * places * _GOLDEN)).frac() < 0.5
+    return is_positive.to(matrix.dtype) * 2 - 1
+
+
+def _is_accurate(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
+    """Whether a decomposition is finite and reproduces the matrix to the accuracy of the dtype.
+
+    With the probes z as rows, `z Uᵀ A = z Λ Uᵀ` and `z Uᵀ U = z` must hold, and the eigenvalues
+    must sum to the trace.
+    """
     matrix = matrix.detach()
     values = values.detach()
     vectors = vectors.detach()
@@ -143,13 +159,7 @@ def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     # This is the norm of every probe, because its entries are ±1.
     length = math.sqrt(matrix.shape[-1])
     tolerance = _SLACK * length * torch.finfo(matrix.dtype).eps
-    # The probes are fixed vectors of ±1, without a pattern that a matrix is likely to share. They
-    # are rows, because products with a few rows take a quarter of the time of those with a few
-    # columns.
-    places = torch.arange(matrix.shape[-1], dtype=torch.float64, device=matrix.device)
-    multiples = torch.arange(1, _PROBES + 1, dtype=torch.float64, device=matrix.device)
-    signs = (multiples.unsqueeze(1) * (places * places * _GOLDEN)).frac() < 0.5
-    z = signs.to(matrix.dtype) * 2 - 1
+    z = _probes(matrix)
     image = z @ vectors.mT
     product = image @ lower + image @ lower.mT - image * diagonal.unsqueeze(-2)
     residual = product - (z * values.unsqueeze(-2)) @ vectors.mT
@@ -157,11 +167,11 @@ def _is_right(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
     largest = values.abs().amax(-1, keepdim=True)
     # Comparisons with NaN are false, so these conditions reject NaN. A NaN that does not reach the
     # probes does reach the sum of all entries.
-    is_right = (
+    is_accurate = (
         values.isfinite().all()
         & ((values.sum(-1) - diagonal.sum(-1)).abs() <= tolerance * values.abs().sum(-1)).all()
         & vectors.sum().isfinite()
         & (residual.norm(dim=-1) <= tolerance * largest * length).all()
         & (deviation.norm(dim=-1) <= tolerance * length).all()
     )
-    return bool(is_right)
+    return bool(is_accurate)
