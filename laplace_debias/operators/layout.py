@@ -77,6 +77,19 @@ class ParameterLayout:
             ValueError: If a parameter is missing, unexpected or of the wrong shape, or if dtypes or
                 devices differ.
         """
+        tensors = self._in_order(parameters)
+        columns = tuple(tensors[0].shape[len(self.shapes[0]) :])
+        self._check_shapes(tensors, columns)
+        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
+            raise ValueError(
+                "The tensors of the parameters differ in dtype or device. Convert them with "
+                "`.to(...)`."
+            )
+        sized = zip(tensors, self.sizes, strict=True)
+        return torch.cat([tensor.reshape((size, *columns)) for tensor, size in sized])
+
+    def _in_order(self, parameters: Mapping[str, Tensor] | Sequence[Tensor]) -> list[Tensor]:
+        """Return one tensor for each parameter, in the order of the layout."""
         if isinstance(parameters, Mapping):
             missing = [name for name in self.names if name not in parameters]
             superfluous = [name for name in parameters if name not in self.names]
@@ -85,15 +98,20 @@ class ParameterLayout:
                     f"The parameters {missing} are missing, and {superfluous} are not in the "
                     f"layout. Pass one tensor for each of {list(self.names)}."
                 )
-            tensors = [parameters[name] for name in self.names]
-        else:
-            tensors = list(parameters)
-            if len(tensors) != len(self.names):
-                raise ValueError(
-                    f"There are {len(tensors)} tensors for {len(self.names)} parameters. Pass "
-                    f"one for each of {list(self.names)}, in this order."
-                )
-        columns = tuple(tensors[0].shape[len(self.shapes[0]) :])
+            return [parameters[name] for name in self.names]
+        tensors = list(parameters)
+        if len(tensors) != len(self.names):
+            raise ValueError(
+                f"There are {len(tensors)} tensors for {len(self.names)} parameters. Pass "
+                f"one for each of {list(self.names)}, in this order."
+            )
+        return tensors
+
+    def _check_shapes(self, tensors: Sequence[Tensor], columns: tuple[int, ...]) -> None:
+        """Check that each tensor has its parameter's shape plus `columns`, which is `()` or `(k,)`.
+
+        The first tensor determines `columns`.
+        """
         wrong = [
             f"{name} has shape {tuple(tensor.shape)}, expected {(*shape, *columns)}"
             for name, tensor, shape in zip(self.names, tensors, self.shapes, strict=True)
@@ -106,13 +124,6 @@ class ParameterLayout:
                 "all of them in the shape [*shape], "
                 "or all of them in the shape [*shape, k] with the same k."
             )
-        if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1:
-            raise ValueError(
-                "The tensors of the parameters differ in dtype or device. Convert them with "
-                "`.to(...)`."
-            )
-        sized = zip(tensors, self.sizes, strict=True)
-        return torch.cat([tensor.reshape((size, *columns)) for tensor, size in sized])
 
     def unflatten(
         self, tensor: Float[Tensor, " parameters"] | Float[Tensor, "parameters columns"]
