@@ -92,8 +92,13 @@ def least_eigenvalue_bound(operator: LinearOperator) -> float | None:
     declared positive semi-definite, 0 is a bound.
     """
     if isinstance(operator, Sum):
-        bounds = [least_eigenvalue_bound(term) for term in operator.terms]
-        return None if None in bounds else sum(bound for bound in bounds if bound is not None)
+        total = 0.0
+        for term in operator.terms:
+            bound = least_eigenvalue_bound(term)
+            if bound is None:
+                return None
+            total += bound
+        return total
     multiple = identity_multiple(operator)
     if multiple is not None:
         return float(multiple)
@@ -152,12 +157,7 @@ def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
             values, eigenvectors = _eigh(operator.operator)
             return operator.scalar * values, eigenvectors
         case Sum():
-            # The eigenvalues of a sum of the form A + c·I are the eigenvalues of A, plus c.
-            multiples = [identity_multiple(term) for term in operator.terms]
-            terms = [t for t, c in zip(operator.terms, multiples, strict=True) if c is None]
-            if len(terms) == 1:
-                values, eigenvectors = _eigh(terms[0])
-                return values + sum(c for c in multiples if c is not None), eigenvectors
+            return _eigh_of_sum(operator)
         case Permuted():
             values, eigenvectors = _eigh(operator.operator)
             if operator.order is None:
@@ -166,6 +166,16 @@ def _eigh(operator: LinearOperator) -> tuple[Tensor, LinearOperator]:
         case Assumed():
             return _eigh(operator.operator)
     raise NoClosedFormError
+
+
+def _eigh_of_sum(operator: Sum) -> tuple[Tensor, LinearOperator]:
+    """Decompose a sum of the form A + c·I, whose eigenvalues are those of A, plus c."""
+    multiples = [identity_multiple(term) for term in operator.terms]
+    terms = [t for t, c in zip(operator.terms, multiples, strict=True) if c is None]
+    if len(terms) != 1:
+        raise NoClosedFormError
+    values, eigenvectors = _eigh(terms[0])
+    return values + sum(c for c in multiples if c is not None), eigenvectors
 
 
 def _vectors(operator: EigenKronecker) -> LinearOperator:
