@@ -174,20 +174,26 @@ class EigenKronecker(Symmetric):
         """
         U = (self.U_G, self.U_A)[side]
         assert U is not None
-        dim = side - 2  # The dimension of this side in the magnitudes.
+        # The magnitudes are `[*groups, rows, columns]`, with U_G along the rows and U_A along the
+        # columns.
+        dim = side - 2
         other_dim = -1 - side
         d, r = U.shape[-2:]
-        # A thin side has one more magnitude, which all d - r orthogonal directions share.
+        # A thin side has one more magnitude, which all d - r orthogonal directions share. On any
+        # other side, d = r, and `orthogonal` is empty.
         along, orthogonal = self.magnitudes.tensor_split([r], dim)
         along = torch.take_along_dim(along, order.unsqueeze(other_dim), dim)
         kept_magnitudes, dropped = along.tensor_split([rank], dim)
-        pool = dropped.sum(dim, keepdim=True) + (d - r) * orthogonal.sum(dim, keepdim=True)
-        magnitudes = torch.cat([kept_magnitudes, pool / (d - rank)], dim)
+        remaining_trace = dropped.sum(dim, keepdim=True) + (d - r) * orthogonal.sum(
+            dim, keepdim=True
+        )
+        magnitudes = torch.cat([kept_magnitudes, remaining_trace / (d - rank)], dim)
         # Keep the columns contiguous, as `eigh` returns them.
-        U = torch.take_along_dim(U, order.unsqueeze(-2)[..., :rank], -1).mT.contiguous().mT
+        kept_columns = torch.take_along_dim(U, order.unsqueeze(-2)[..., :rank], -1)
+        kept_columns = kept_columns.mT.contiguous().mT
         if side == 0:
-            return replace(self, U_G=U, magnitudes=magnitudes, added=0.0)
-        return replace(self, U_A=U, magnitudes=magnitudes, added=0.0)
+            return replace(self, U_G=kept_columns, magnitudes=magnitudes, added=0.0)
+        return replace(self, U_A=kept_columns, magnitudes=magnitudes, added=0.0)
 
     def leading(self, rank: float) -> "EigenKronecker":
         """Keep only the leading eigenvectors of each factor, while preserving the trace.
@@ -205,6 +211,7 @@ class EigenKronecker(Symmetric):
             d, r = U.shape[-2:]
             count = int(rank)
             if rank < 1:
+                # The trace along each direction of this side, summed over the other side.
                 traces = (self.magnitudes * self.multiplicities).sum(-1 - side)
                 is_enough = traces[..., :r].cumsum(-1) >= rank * traces.sum(-1, keepdim=True)
                 count = int((~is_enough).sum(-1).amax()) + 1
