@@ -70,6 +70,26 @@ def objective(
         reduction=reduction,
         batch=batch,
     )
+    value, gradient = _loss_and_gradient(network, loss, data, num_data, reduction, progress)
+    return Objective(
+        value=value,
+        gradient=gradient,
+        matrix=matrix,
+        # Copy the parameters, because the model may be trained further.
+        position=network.join([p.clone() for p in network.parameters], batched=False),
+        decayed=decay_mask(network.parameters),
+    )
+
+
+def _loss_and_gradient(
+    network: Network,
+    loss: Loss,
+    data: Batches,
+    num_data: int | None,
+    reduction: str | None,
+    progress: bool,
+) -> tuple[Float[Tensor, ""], Float[Tensor, " dim"]]:
+    """Compute the loss and its gradient over all batches of all processes, in one pass."""
     ranks = process_group()
     batches = RepeatableBatches(network.stream(data), network.device, num_data, ranks)
     criterion = output_loss(loss, reduction, network.returns_vector(batches.first().inputs))
@@ -95,14 +115,7 @@ def objective(
     ranks.sum([value, gradient])
     count = sum(ranks.exchange(float(count)))
     scale = 1 / count if criterion.reduction == "mean" else 1.0
-    return Objective(
-        value=value * scale,
-        gradient=gradient * scale,
-        matrix=matrix,
-        # Copy the parameters, because the model may be trained further.
-        position=network.join([p.clone() for p in network.parameters], batched=False),
-        decayed=decay_mask(network.parameters),
-    )
+    return value * scale, gradient * scale
 
 
 def _copy_of_values(model: nn.Module) -> nn.Module:
