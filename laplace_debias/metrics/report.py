@@ -68,12 +68,13 @@ class Report(dict[str, Interval]):
 
     def _lines(self) -> list[tuple[str, ...]]:
         """Return the cells of the table: the header, and a line for each metric."""
-        width = 4 if any(metric.is_known for metric in self.values()) else 2
-        lines: list[tuple[str, ...]] = [("metric", "value", "low", "high")[:width]]
+        # Without any known interval, the last two columns would be empty.
+        num_columns = 4 if any(metric.is_known for metric in self.values()) else 2
+        lines: list[tuple[str, ...]] = [("metric", "value", "low", "high")[:num_columns]]
         for name, metric in self.items():
             numbers = (metric.value, metric.low, metric.high)
             texts = ("–" if math.isnan(number) else f"{number:z.4f}" for number in numbers)
-            lines.append((name, *texts)[:width])
+            lines.append((name, *texts)[:num_columns])
         return lines
 
     def _repr_html_(self) -> str:
@@ -128,6 +129,31 @@ def compare(a: Report, b: Report) -> Report:
     for name, report in (("a", a), ("b", b)):
         if not isinstance(report, Report):
             raise TypeError(f"`{name}` is a {type(report).__name__}. Pass results of `evaluate`.")
+    _check_same_examples(a, b)
+    statistics = a._statistics
+    references = b._statistics
+    common = [name for name in statistics if name in references]
+    if not common:
+        raise ValueError(
+            f"`a` has the metrics {list(statistics)}, but `b` has {list(references)}, "
+            "so they have no metric in common. Compare predictive distributions for "
+            "the same task."
+        )
+    differences = {}
+    for name in common:
+        sizes = statistics[name].sizes
+        reference_sizes = references[name].sizes
+        if sizes != reference_sizes:
+            raise ValueError(
+                f"`{name}` is computed on {sizes} examples in `a`, but on {reference_sizes} in "
+                "`b`. Evaluate both on the same loaders."
+            )
+        differences[name] = statistics[name].difference(references[name], a.level)
+    return Report(differences, a.level)
+
+
+def _check_same_examples(a: Report, b: Report) -> None:
+    """Check that two reports have the same level and, if both store them, the same targets."""
     if a.level != b.level:
         raise ValueError(
             f"`a` has the level {a.level}, but `b` has {b.level}. Evaluate both with the same "
@@ -145,22 +171,3 @@ def compare(a: Report, b: Report) -> Report:
                 f"`a` and `b` differ in {different} of {a._targets.numel()} targets. "
                 "Evaluate both on the same loader, without shuffling."
             )
-    statistics = a._statistics
-    references = b._statistics
-    common = [name for name in statistics if name in references]
-    if not common:
-        raise ValueError(
-            f"`a` has the metrics {list(statistics)}, but `b` has {list(references)}, "
-            "so they have no metric in common. Compare predictive distributions for "
-            "the same task."
-        )
-    for name in common:
-        sizes = statistics[name].sizes
-        reference_sizes = references[name].sizes
-        if sizes != reference_sizes:
-            raise ValueError(
-                f"`{name}` is computed on {sizes} examples in `a`, but on {reference_sizes} in "
-                "`b`. Evaluate both on the same loaders."
-            )
-    differences = {name: statistics[name].difference(references[name], a.level) for name in common}
-    return Report(differences, a.level)
