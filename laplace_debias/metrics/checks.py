@@ -1,5 +1,6 @@
 """Checks of the arguments of metrics, which run before anything is computed."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -39,7 +40,7 @@ def check_probs(
     if is_half:
         probs = probs.float()
     lowest, highest = (bound.item() for bound in probs.aminmax())
-    if lowest != lowest:
+    if math.isnan(lowest):
         raise ValueError(f"`{name}` contains NaN. Check the outputs of the network.")
     if lowest < 0 or highest > 1 + tolerance:
         raise ValueError(
@@ -57,7 +58,9 @@ def check_probs(
         if is_half:
             probs = probs / probs.sum(dim=1, keepdim=True)
     probs = probs.clamp(max=1)
-    return torch.stack([1 - probs, probs], dim=1) if probs.ndim == 1 else probs
+    if probs.ndim == 1:
+        return torch.stack([1 - probs, probs], dim=1)
+    return probs
 
 
 def check_classification(
