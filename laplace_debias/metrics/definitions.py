@@ -74,12 +74,13 @@ def _aurc_statistic(probs: Tensor, labels: Tensor) -> Statistic:
     error_probabilities = error_probability(probs)
     order = error_probabilities.argsort()
     risks = risk_coverage_curve(probs, labels).risk
-    answered = torch.arange(1, len(risks) + 1, dtype=risks.dtype, device=risks.device)
-    # Sum over the example itself and all less confident examples.
-    error_weights = (1 / answered).flip(0).cumsum(0).flip(0)
-    offsets = risks - (risks / answered).flip(0).cumsum(0).flip(0)
+    num_answered = torch.arange(1, len(risks) + 1, dtype=risks.dtype, device=risks.device)
+    # Both sums are over the example itself and all less confident examples.
+    error_weights = (1 / num_answered).flip(0).cumsum(0).flip(0)
+    offsets = risks - (risks / num_answered).flip(0).cumsum(0).flip(0)
 
     def by_example(by_confidence: Tensor) -> Tensor:
+        """Reorder values from the order of decreasing confidence to that of the examples."""
         values = torch.empty_like(by_confidence)
         values[order] = by_confidence
         # Average the values of equally confident examples, because these examples are exchangeable.
@@ -303,16 +304,21 @@ def _fpr95_statistic(
     standard errors fewer of the OOD examples.
     """
     ordered = scores_ood.sort().values
-    m = len(scores_ood)
-    num_examples = m if examples_ood is None else len(examples_ood.unique())
+    num_ood = len(scores_ood)
+    num_examples = num_ood if examples_ood is None else len(examples_ood.unique())
+
+    def threshold_that_misses(share: float) -> Tensor:
+        """Return the score below which this fraction of the OOD rows lies."""
+        return ordered[min(num_ood - 1, int(share * num_ood))]
+
     missed = 0.05 + 1e-8
-    step = 2 * (missed * (1 - missed) / num_examples) ** 0.5
-    low = max(0.0, missed - step)
-    high = min(1.0, missed + step)
-    threshold, lower, upper = (ordered[min(m - 1, int(q * m))] for q in (missed, low, high))
-    alarms_at_lower = (scores_id >= lower).double().mean()
-    alarms_at_upper = (scores_id >= upper).double().mean()
-    slope = (alarms_at_lower - alarms_at_upper).item() / (high - low)
+    two_standard_errors = 2 * (missed * (1 - missed) / num_examples) ** 0.5
+    fewest_missed = max(0.0, missed - two_standard_errors)
+    most_missed = min(1.0, missed + two_standard_errors)
+    alarms_if_fewest = (scores_id >= threshold_that_misses(fewest_missed)).double().mean()
+    alarms_if_most = (scores_id >= threshold_that_misses(most_missed)).double().mean()
+    slope = (alarms_if_fewest - alarms_if_most).item() / (most_missed - fewest_missed)
+    threshold = threshold_that_misses(missed)
     is_alarm = (scores_id >= threshold).double()
     is_missed = (scores_ood < threshold).double()
     value = fpr95(scores_id, scores_ood).item()
