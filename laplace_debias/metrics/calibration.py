@@ -108,12 +108,14 @@ def classwise_ece(probs: Probs, labels: Labels, num_bins: int = 15) -> Float[Ten
     whole(num_bins, "num_bins")
     probs, labels = check_classification(probs, labels)
     probs = probs.double()
-    first = num_bins * torch.arange(probs.shape[1], device=probs.device)
-    gaps = -probs
-    gaps.scatter_add_(1, labels[:, None], torch.ones_like(probs[:, :1]))
-    cells = _equal_bins(probs, num_bins) + first
+    # The difference 1[c = y_n] - p_n[c] of each example and class.
+    differences = -probs
+    differences.scatter_add_(1, labels[:, None], torch.ones_like(probs[:, :1]))
+    # Number the bins of all classes consecutively, so that one sum covers all of them.
+    first_bins = num_bins * torch.arange(probs.shape[1], device=probs.device)
+    bins = _equal_bins(probs, num_bins) + first_bins
     sums = torch.zeros(probs.shape[1] * num_bins, dtype=torch.float64, device=probs.device)
-    return sums.index_add_(0, cells.flatten(), gaps.flatten()).abs().sum() / probs.numel()
+    return sums.index_add_(0, bins.flatten(), differences.flatten()).abs().sum() / probs.numel()
 
 
 def smooth_ece(probs: Probs, labels: Labels, num_points: int = 2048) -> Float[Tensor, ""]:
@@ -139,13 +141,14 @@ def smooth_ece(probs: Probs, labels: Labels, num_points: int = 2048) -> Float[Te
     """
     whole(num_points, "num_points", minimum=2)
     confidences, right = confidence_and_right(probs, labels)
+    # Divide each residual between the two grid points next to its confidence, linearly.
     position = confidences * num_points
     lower = position.long().clamp(0, num_points - 1)
-    above = position - lower
+    upper_share = position - lower
     residuals = (right - confidences) / len(confidences)
     sums = torch.zeros(num_points + 1, dtype=torch.float64, device=lower.device)
-    sums.index_add_(0, lower, residuals * (1 - above))
-    sums.index_add_(0, lower + 1, residuals * above)
+    sums.index_add_(0, lower, residuals * (1 - upper_share))
+    sums.index_add_(0, lower + 1, residuals * upper_share)
     return _smoothed_error(sums)
 
 
