@@ -124,14 +124,22 @@ def mean_interval(
     standard_error = deviation / math.sqrt(n - 1)
     quantile = float(stdtrit(n - 1, (1 + level) / 2))
 
-    slope = skewness / math.sqrt(n)
-    ends = []
-    for t in (quantile, -quantile):
-        if abs(slope) >= 1e-8:
-            inner = 1 + slope * (t - slope / 6)
-            t = 3 / slope * (math.copysign(abs(inner) ** (1 / 3), inner) - 1)
-        ends.append(value - standard_error * t)
-    return ends[0], ends[1]
+    asymmetry = skewness / math.sqrt(n)
+    low = value - standard_error * _hall_quantile(quantile, asymmetry)
+    high = value - standard_error * _hall_quantile(-quantile, asymmetry)
+    return low, high
+
+
+def _hall_quantile(t: float, asymmetry: float) -> float:
+    """Map a quantile of Student's t by the inverse of Hall's cubic transformation.
+
+    `asymmetry` is the skewness divided by √n; without skewness, the quantile does not change.
+    """
+    if not abs(asymmetry) >= 1e-8:
+        return t
+    cube = 1 + asymmetry * (t - asymmetry / 6)
+    root = math.copysign(abs(cube) ** (1 / 3), cube)
+    return 3 / asymmetry * (root - 1)
 
 
 def area_interval(
