@@ -57,6 +57,7 @@ class KrylovBasis:
         self._pending = self._vectors.new_empty(0, size)
         self._projected = torch.zeros(capacity, capacity, dtype=torch.float64)
         self._coupling = torch.zeros(0, capacity, dtype=torch.float64)
+        # The couplings of parked directions, `[parked, capacity]` for each call of `park`.
         self._parked: list[Tensor] = []
         self.scale = 0.0
         self.size = 0
@@ -121,6 +122,7 @@ class KrylovBasis:
     def expand(self, index: int) -> bool:
         """Multiply a pending direction; return whether its residual became the last row of W."""
         direction = self._pending[index]
+        # By symmetry, the new column of H must equal the coupling of the direction.
         expected = self._coupling[index, : self.size].clone()
         remaining = [row for row in range(len(self._pending)) if row != index]
         self._pending = self._pending[remaining]
@@ -131,19 +133,25 @@ class KrylovBasis:
         product = self._multiply(direction)
         self.scale = max(self.scale, float(column_norms(product)))
         residual, inside, outside = self._orthogonalise(product)
-        # A bound on the coupling of each row to all parked directions.
-        hidden = expected.new_zeros(last)
+        # The direction need not be orthogonal to parked directions. Their coupling to it adds at
+        # most this bound to each row.
+        parked_bound = expected.new_zeros(last)
         for rows in self._parked:
-            hidden = hidden + rows[:, :last].norm(dim=0)
-        check_symmetric(self._operator, (inside[:last] - expected).abs() - hidden, self.scale)
+            parked_bound = parked_bound + rows[:, :last].norm(dim=0)
+        excess = (inside[:last] - expected).abs() - parked_bound
+        check_symmetric(self._operator, excess, self.scale)
         self._projected[: last + 1, last] = inside
         self._projected[last, : last + 1] = inside
         self._coupling[:, last] = outside
         return self._keep_residual(residual, last)
 
     def rotate(self, rotation: Float[Tensor, "size new_size"], start: int = 0) -> None:
-        """Replace the rows of V from `start` on by orthonormal combinations of them."""
+        """Replace the rows of V from `start` on by orthonormal combinations of them.
+
+        The columns of `rotation` are the combinations. There may be fewer of them than rows.
+        """
         size, new_size = rotation.shape
+        # The same combinations as a matrix for all rows, which keeps the rows before `start`.
         combinations = torch.zeros(self.size, start + new_size, dtype=torch.float64)
         combinations[:start, :start] = torch.eye(start, dtype=torch.float64)
         combinations[start:, start:] = rotation
