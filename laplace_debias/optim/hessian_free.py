@@ -243,6 +243,11 @@ class DebiasedHessianFree(Optimizer):
     ) -> tuple[Solution, int]:
         """Compute the step by conjugate gradients, whose step sizes come from the second model.
 
+        Args:
+            first_model: The model that determines the directions.
+            second_model: The model that determines the step sizes.
+            shift: Weight decay plus damping, which is added to the diagonals of both GGNs, `[D]`.
+
         Returns:
             The solution, and the total number of products with the GGNs.
         """
@@ -274,7 +279,7 @@ class DebiasedHessianFree(Optimizer):
 
     def _parameters(self) -> list[Tensor]:
         """Return the parameters to train, which must all have the same dtype and device."""
-        parameters = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if not parameters:
             raise ValueError(
                 "No parameter requires a gradient. Call requires_grad_(True) on the parameters "

@@ -14,6 +14,12 @@ Closure = Callable[[], tuple[Tensor, Tensor]]
 class LocalModel:
     """The quadratic model of a batch's loss at the current parameters.
 
+    Args:
+        closure: The closure of the batch.
+        parameters: The parameters.
+        decay: The weight decay of each entry of the parameters, `[D]`.
+        theta: The current values of the parameters as a vector, `[D]`.
+
     Attributes:
         loss: The loss, including weight decay.
         gradient: The gradient of this loss, `[D]`.
@@ -75,9 +81,10 @@ class GraphGGN(Symmetric):
         adjoint = torch.autograd.grad(
             outputs, parameters, self._cotangent, create_graph=True, allow_unused=True
         )
-        # Leave out parameters that the outputs do not depend on; their columns of the Jacobian are
-        # zero.
-        self._adjoint = [(i, row) for i, row in enumerate(adjoint) if row is not None]
+        # The parts of Jᵀ c by parameter, with the parameter's index. Leave out parameters that the
+        # outputs do not depend on; their columns of the Jacobian are zero.
+        self._adjoint = [(i, part) for i, part in enumerate(adjoint) if part is not None]
+        # The gradient of the loss with respect to the outputs.
         slope = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)[0]
         if slope is None:
             raise ValueError(
@@ -109,9 +116,9 @@ class GraphGGN(Symmetric):
         H J v is the derivative, along J v, of the gradient of the loss with respect to the outputs.
         """
         entries = vector.split([p.numel() for p in self._parameters])
-        rows = [row for _, row in self._adjoint]
-        tangents = [entries[i].view_as(row) for i, row in self._adjoint]
-        (Jv,) = torch.autograd.grad(rows, self._cotangent, tangents, retain_graph=True)
+        parts = [part for _, part in self._adjoint]
+        tangents = [entries[i].view_as(part) for i, part in self._adjoint]
+        (Jv,) = torch.autograd.grad(parts, self._cotangent, tangents, retain_graph=True)
         HJv = torch.zeros_like(Jv)
         # A linear loss has a constant gradient, so its Hessian and the product are zero.
         if self._slope.requires_grad:
