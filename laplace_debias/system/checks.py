@@ -3,7 +3,7 @@
 import operator
 import reprlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,11 +17,11 @@ def whole(value: Any, name: str, minimum: int = 1, maximum: int = 2**53) -> int:
 
     The default `maximum` is 2**53, because float64 represents all integers up to this number.
     """
+    number = None
     is_bool = isinstance(value, bool) or getattr(value, "dtype", None) is torch.bool
-    try:
-        number = None if is_bool else operator.index(value)
-    except TypeError:
-        number = None
+    if not is_bool:
+        with suppress(TypeError):
+            number = operator.index(value)
     if number is None:
         raise TypeError(
             f"{name} must be a whole number, got {reprlib.repr(value)} of type "
