@@ -127,6 +127,10 @@ class DamagedFileError(ValueError):
 def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
     """Write strings and tensors to a file in place; equal contents always give equal bytes.
 
+    In the safetensors format, a file consists of the size of the header (8 bytes), the header (JSON
+    with the strings, and the dtype, shape and position of each tensor), and the tensors' entries.
+    The checksum, among the strings, is that of the file with zeros in its place.
+
     The safetensors library is not used, because it writes strings in no fixed order and needs
     memory for a copy of all tensors. This function needs CPU memory for a copy of only one tensor.
     The name `checksum` is reserved and must not be used for a string.
@@ -134,6 +138,7 @@ def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Ten
     entries: dict[str, Any] = {"__metadata__": {**texts, "checksum": _BLANK}}
     # Put tensors with wide entries first, so that every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    # Positions are relative to the end of the header.
     start = 0
     for name in names:
         tensor = tensors[name]
@@ -145,6 +150,7 @@ def write_sealed(path: Path, texts: Mapping[str, str], tensors: Mapping[str, Ten
         }
         start = end
     header = json.dumps(entries, separators=(",", ":")).encode()
+    # Pad the header, so that the tensors begin at a multiple of 8 bytes.
     header += b" " * (-len(header) % 8)
     digest = hashlib.blake2b(digest_size=32)
     with path.open("wb") as file:
@@ -176,17 +182,18 @@ def read_sealed(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DamagedFileError("it is a device or a pipe")
     raw = path.read_bytes()
-    end = 8 + int.from_bytes(raw[:8], "little")
-    checksum = _CHECKSUM.search(raw[8:end])
+    end_of_header = 8 + int.from_bytes(raw[:8], "little")
+    checksum = _CHECKSUM.search(raw[8:end_of_header])
     if checksum is None:
         raise DamagedFileError("it has no checksum")
+    # When the checksum was computed, there were zeros in its place.
     start = 8 + checksum.start(1)
     digest = hashlib.blake2b(raw[:start] + _BLANK.encode(), digest_size=32)
     digest.update(memoryview(raw)[start + len(_BLANK) :])
     if digest.hexdigest().encode() != checksum[1]:
         raise DamagedFileError("its checksum does not match its content")
     try:
-        texts = json.loads(raw[8:end])["__metadata__"]
+        texts = json.loads(raw[8:end_of_header])["__metadata__"]
         return {name: texts[name] for name in texts if name != "checksum"}, load(raw)
     except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DamagedFileError(f"{type(error).__name__}: {str(error)[:200]}") from error
