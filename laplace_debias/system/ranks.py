@@ -27,7 +27,8 @@ Key = TypeVar("Key", bound=Hashable)
 # The tensors of each key; None marks a missing tensor.
 TensorsByKey = Mapping[Key, Sequence[Tensor | None]]
 Shared = dict[Key, tuple[Tensor | None, ...]]
-
+# The shape, the dtype and the device type of a tensor.
+Spec = tuple[torch.Size, torch.dtype, str]
 
 # If a rank raises an error of one of these types, the other ranks raise an error of the same type.
 _KINDS: dict[str, type[Exception]] = {
@@ -99,17 +100,22 @@ class Group(Ranks):
         with _collective_errors():
             dist.all_gather_object(by_rank, (failure, value))
         for rank, (failure_of_rank, _) in enumerate(by_rank):
-            if failure_of_rank is not None:
-                _leave()
-                if error is None:
-                    kind, text = failure_of_rank
-                    raise _KINDS.get(kind, RankError)(f"Rank {rank} failed with {kind}: {text}")
+            if failure_of_rank is None:
+                continue
+            _leave()
+            if error is None:
+                kind, text = failure_of_rank
+                raise _KINDS.get(kind, RankError)(f"Rank {rank} failed with {kind}: {text}")
         return [value_of_rank for _, value_of_rank in by_rank]
 
     def require_same(self, **marks: Any) -> None:
         """Require that marks have the same string form on all ranks."""
-        texts = {n: str(mark() if callable(mark) else mark) for n, mark in marks.items()}
-        by_rank = self.exchange({name: " ".join(text.split()) for name, text in texts.items()})
+        texts = {}
+        for name, mark in marks.items():
+            value = mark() if callable(mark) else mark
+            # Ignore line breaks and the widths of spaces.
+            texts[name] = " ".join(str(value).split())
+        by_rank = self.exchange(texts)
         for name, first_text in by_rank[0].items():
             for rank, texts_of_rank in enumerate(by_rank):
                 if texts_of_rank[name] != first_text:
@@ -143,11 +149,10 @@ class Group(Ranks):
 
     def share(self, owned: TensorsByKey, owners: Mapping[Key, int]) -> Shared:
         """Send each owner's tensors to all ranks, which have the same keys in the same order."""
-        own_specs = [
-            [None if x is None else (x.shape, x.dtype, x.device.type) for x in owned[key]]
-            for key in owners
-            if owners[key] == self.rank
-        ]
+        # First exchange the shapes, so that the other ranks can allocate memory for the tensors.
+        own_keys = [key for key in owners if owners[key] == self.rank]
+        own_specs = [[_spec(tensor) for tensor in owned[key]] for key in own_keys]
+        # The specs of each owner are in the order of its keys.
         specs_by_rank = [iter(specs) for specs in self.exchange(own_specs)]
         shared: Shared = {}
         for key, owner in owners.items():
@@ -156,10 +161,10 @@ class Group(Ranks):
                 shared[key] = tuple(None if x is None else x.contiguous() for x in owned[key])
             else:
                 shared[key] = tuple(map(_empty, specs))
-            for x in shared[key]:
-                if x is not None:
+            for tensor in shared[key]:
+                if tensor is not None:
                     with _collective_errors():
-                        dist.broadcast(x, owner)
+                        dist.broadcast(tensor, owner)
         return shared
 
     def on_all(self, tensors: Sequence[Tensor] | None) -> list[Tensor] | None:
@@ -280,7 +285,14 @@ def _collective_errors() -> Iterator[None]:
         ) from error
 
 
-def _empty(spec: tuple[torch.Size, torch.dtype, str] | None) -> Tensor | None:
+def _spec(tensor: Tensor | None) -> Spec | None:
+    """Return the shape, the dtype and the device type of a tensor."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.dtype, tensor.device.type
+
+
+def _empty(spec: Spec | None) -> Tensor | None:
     """Allocate memory to receive another rank's tensor, on this rank's device of the same type."""
     if spec is None:
         return None
