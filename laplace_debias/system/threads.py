@@ -88,6 +88,8 @@ class SharedSetting:
         self._make = make
         # The number of contexts that each thread has entered but not left.
         self._holders = Counter[int]()
+        # The manager that applies the setting, and the context in which it was entered; None if no
+        # thread has applied the setting.
         self._entered: tuple[AbstractContextManager, Context] | None = None
 
     @contextmanager
@@ -124,5 +126,6 @@ class SharedSetting:
             if not self._holders[thread]:
                 del self._holders[thread]
             if not self._holders and self._entered is not None:
-                (manager, context), self._entered = self._entered, None
+                manager, context = self._entered
+                self._entered = None
                 context.run(manager.__exit__, None, None, None)
