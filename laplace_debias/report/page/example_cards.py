@@ -90,24 +90,12 @@ def example_groups(run: Run) -> list[CardGroup]:
 def _card(run: Run, record: ExampleRecord, methods: Mapping[str, str]) -> Card:
     """Make the card of an example, which shows the predictions of the given methods."""
     picture, is_small = _picture(run.folder.example(record.index))
-    guesses = []
     if run.has_numbers:
         truth = _numbers(record.target)
-        for key, predicted in record.predictions.items():
-            if key in methods:
-                mean = _numbers(predicted["mean"])
-                interval = f"{mean} ± {_numbers(predicted['standard_deviation'])}"
-                guesses.append(Guess(methods[key], interval, []))
+        guesses = _interval_guesses(record, methods)
     else:
         truth = _names(run, record.label)
-        for key, probs in record.probs.items():
-            if key in methods:
-                classes = [
-                    ClassProbability(_names(run, label), 100 * prob, label == record.label)
-                    for label, prob in probs[:_SHOWN_CLASSES]
-                    if prob >= _LEAST
-                ]
-                guesses.append(Guess(methods[key], "", classes))
+        guesses = _class_guesses(run, record, methods)
     numbered = {f"x{number}": x for number, x in enumerate(record.inputs or (), start=1)}
     inputs = record.columns or numbered
     return Card(
@@ -118,6 +106,31 @@ def _card(run: Run, record: ExampleRecord, methods: Mapping[str, str]) -> Card:
         inputs=[(name, significant(float(x))) for name, x in inputs.items()],
         guesses=guesses,
     )
+
+
+def _interval_guesses(record: ExampleRecord, methods: Mapping[str, str]) -> list[Guess]:
+    """Return the predictions of numbers, each as a mean with its standard deviation."""
+    guesses = []
+    for key, predicted in record.predictions.items():
+        if key in methods:
+            mean = _numbers(predicted["mean"])
+            interval = f"{mean} ± {_numbers(predicted['standard_deviation'])}"
+            guesses.append(Guess(methods[key], interval, []))
+    return guesses
+
+
+def _class_guesses(run: Run, record: ExampleRecord, methods: Mapping[str, str]) -> list[Guess]:
+    """Return the predictions of labels, each as the most probable classes."""
+    guesses = []
+    for key, probs in record.probs.items():
+        if key in methods:
+            classes = [
+                ClassProbability(_names(run, label), 100 * prob, label == record.label)
+                for label, prob in probs[:_SHOWN_CLASSES]
+                if prob >= _LEAST
+            ]
+            guesses.append(Guess(methods[key], "", classes))
+    return guesses
 
 
 def _picture(path: Path) -> tuple[str, bool]:
