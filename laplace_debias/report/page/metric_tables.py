@@ -71,13 +71,23 @@ def _table(
     reference: str | None = None,
     score: str | None = None,
 ) -> MetricTable:
-    """Make a table of the metrics of every method, or of their differences from a reference."""
+    """Make a table of the metrics of every method, or of their differences from a reference.
+
+    Args:
+        run: The run.
+        metrics: The columns, as pairs of a set and a metric.
+        reference: The key of the method from which the differences are shown. By default, the table
+            shows the metrics, with verdicts on their differences from the first method.
+        score: The uncertainty score of OOD detection; by default, the first one.
+    """
     labels = {method.key: method.label for method in run.methods}
-    compared_with = next(iter(labels)) if reference is None else reference
+    compared_with = reference or run.methods[0].key
     all_differences = run.differences[run.differences["reference"] == compared_with]
-    # A method is compared only with earlier methods.
-    compared = labels.keys() if reference is None else set(all_differences["method"])
-    methods = [method for method in run.methods if method.key in compared]
+    methods = run.methods
+    if reference is not None:
+        # A method is compared only with earlier methods.
+        compared_keys = set(all_differences["method"])
+        methods = [method for method in run.methods if method.key in compared_keys]
     keys = [method.key for method in methods]
     columns = []
     cells = []
@@ -100,7 +110,10 @@ def _table(
         columns.append((replace(metric, unit=unit), ", ".join(labels_of_column)))
         verdicts = _verdicts(differences, metric, reference_metrics)
         cells.append(_cells(rows, verdicts, keys, is_difference=reference is not None))
-    by_method = list(zip(methods, zip(*cells, strict=True), strict=True)) if cells else []
+    by_method: list[tuple[MethodRecord, tuple[Cell, ...]]] = []
+    if cells:
+        # Until here, the cells are grouped by column.
+        by_method = list(zip(methods, zip(*cells, strict=True), strict=True))
     return MetricTable(columns, by_method, labels[compared_with])
 
 
@@ -122,18 +135,18 @@ def _cells(
     methods: Sequence[str],
     is_difference: bool,
 ) -> list[Cell]:
-    """Return the cells of a row, all with the same number of decimals.
+    """Return the cells of a column, all with the same number of decimals.
 
     Args:
         rows: The value and the interval for each method, indexed by its key.
         verdicts: The verdict on each method's difference from the reference, keyed by method.
-        methods: The methods of the columns.
+        methods: The keys of the methods, one for each cell.
         is_difference: Whether the values are differences, which are shown with a sign.
     """
     shown = rows[["value", "low", "high"]]
     max_places = most_decimals(shown.abs().max(axis=None))
-    row_places = [decimals(low, high, value) for value, low, high in shown.to_numpy()]
-    places = min(max_places, int(statistics.median(row_places)))
+    places_by_method = [decimals(low, high, value) for value, low, high in shown.to_numpy()]
+    places = min(max_places, int(statistics.median(places_by_method)))
     if is_difference:  # Readers look for the sign, so no end of an interval may become 0.000.
         smallest = shown[["low", "high"]].abs().replace(0, math.nan).min(axis=None)
         while places < max_places and smallest < 0.5 * 10.0**-places:
