@@ -2,9 +2,11 @@
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+from torch import Tensor
 
 from laplace_debias.linalg.results import EigenPairs, Estimate, SpectralDensity
 from laplace_debias.report.style import FONT_SIZE, INK, OKABE_ITO, style_axes
@@ -68,30 +70,12 @@ def spectrum_figure(
     """
     figure = Figure(figsize=(9.6, 3.8), layout="constrained", facecolor="white")
     num_panels = 1 if density is None else 2
-    by_index, *others = figure.subplots(1, num_panels, squeeze=False)[0]
+    axes = figure.subplots(1, num_panels, squeeze=False)[0]
     values = eigenpairs.values.cpu()
-    by_index.plot(range(1, len(values) + 1), values, "o", markersize=3.5, color=_COLOUR)
-    if bool((values > 0).all()):
-        by_index.set_yscale("log")
-        by_index.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        by_index.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        by_index.yaxis.set_minor_formatter(NullFormatter())
-    by_index.xaxis.set_major_locator(MaxNLocator(integer=True))
-    by_index.set_xlabel("Rank")
-    by_index.set_ylabel("Eigenvalue")
-    total = float(trace.value)
-    error = float(trace.standard_error)
-    trace_text = f"{total:.4g} ± {error:.2g}" if error else f"{total:.4g}"
-    by_index.set_title(
-        f"trace of the {matrix}: {trace_text}, of which the leading {len(values)} "
-        f"are {float(values.sum()) / total:.0%}",
-        fontsize=9,
-        loc="left",
-    )
-    style_axes(by_index)
+    _plot_eigenvalues(values, trace, matrix, axes[0])
     if density is None:
         return figure
-    (by_value,) = others
+    by_value = axes[1]
     plot_spectral_density(density, by_value)
     # Mark the eigenvalues that were removed before the density was estimated.
     marks = values[values > 0]
@@ -106,3 +90,26 @@ def spectrum_figure(
     by_value.plot([], [], color=_COLOUR, label="density of the others")
     by_value.legend(frameon=False, fontsize=8)
     return figure
+
+
+def _plot_eigenvalues(values: Float[Tensor, " k"], trace: Estimate, matrix: str, ax: Axes) -> None:
+    """Plot the leading eigenvalues against their rank; the title compares them with the trace."""
+    ax.plot(range(1, len(values) + 1), values, "o", markersize=3.5, color=_COLOUR)
+    if bool((values > 0).all()):
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_xlabel("Rank")
+    ax.set_ylabel("Eigenvalue")
+    total = float(trace.value)
+    error = float(trace.standard_error)
+    trace_text = f"{total:.4g} ± {error:.2g}" if error else f"{total:.4g}"
+    ax.set_title(
+        f"trace of the {matrix}: {trace_text}, of which the leading {len(values)} "
+        f"are {float(values.sum()) / total:.0%}",
+        fontsize=9,
+        loc="left",
+    )
+    style_axes(ax)
