@@ -181,11 +181,7 @@ class RunFolder:
             names = [name for name in pq.read_schema(path).names if name in columns or not columns]
             table = pq.read_table(path, columns=names)
             for name in table.column_names:
-                column = table[name].combine_chunks()
-                is_list = pa.types.is_nested(column.type)
-                values = column.flatten() if is_list else column
-                array = values.to_numpy(zero_copy_only=False)
-                arrays[name] = np.array(array).reshape(len(column), -1) if is_list else array
+                arrays[name] = _to_array(table[name].combine_chunks())
         return arrays
 
     def predictions_summary(self, method: str, set_name: str) -> PredictionsSummary | None:
@@ -330,6 +326,14 @@ def read_json(path: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise TypeError("it is not a JSON object")
         return content
+
+
+def _to_array(column: pa.Array) -> np.ndarray:
+    """Convert a column of numbers to an array `[n]`, or a column of lists to an array `[n, k]`."""
+    if not pa.types.is_nested(column.type):
+        return column.to_numpy(zero_copy_only=False)
+    entries = column.flatten().to_numpy(zero_copy_only=False)
+    return np.array(entries).reshape(len(column), -1)
 
 
 def _metadata(path: Path) -> dict[str, Any] | None:
