@@ -289,11 +289,13 @@ class Sweep:
         points = self.rows
         if len(points) < 2 or points[0].low is None:
             return False
+        # Compare the chosen value with its neighbour, if it is the first or the last one.
         if self.chosen == points[-1].prior_precision:
-            points = points[::-1]
-        if self.chosen != points[0].prior_precision:
+            best, inner = points[-1], points[-2]
+        elif self.chosen == points[0].prior_precision:
+            best, inner = points[0], points[1]
+        else:
             return False
-        best, inner, *_ = points
         assert best.value is not None
         assert inner.value is not None
         assert best.high is not None
