@@ -93,20 +93,24 @@ def own_splits(path: str, settings: SourceSettings) -> Splits:
     """
     content = call_function(path, import_object(path, "data"), {}, "data")
     if not isinstance(content, Mapping) or not {"train", "test"} <= set(content) <= set(_KEYS):
-        keys = f" of {', '.join(map(str, content))}" if isinstance(content, Mapping) else ""
+        keys = ""
+        if isinstance(content, Mapping):
+            keys = f" of {', '.join(map(str, content))}"
         raise ValueError(
             f"The function {path} of --data returned a {type(content).__name__}{keys}. Return a "
             f"dict with the keys {', '.join(_KEYS)} (only train and test are required)."
         )
     dataset = getattr(content["train"], "dataset", content["train"])
     classes = content.get("classes", getattr(dataset, "classes", None))
+    if classes is not None:
+        classes = tuple(map(str, classes))
     return Splits(
         train=content["train"],
         validation=content.get("validation"),
         test=content["test"],
         ood=content.get("ood") or {},
         num_targets=None if classes is None else len(classes),
-        classes=None if classes is None else tuple(map(str, classes)),
+        classes=classes,
         # The inputs are already normalised, so only the settings can specify mean and std.
         pixels=Pixels.from_settings(settings),
     )

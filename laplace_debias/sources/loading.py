@@ -67,7 +67,9 @@ def load(settings: SourceSettings) -> Loaded:
         pixels = _pixels_of_images(splits, shape, "corruptions")
         shifts[severity] = Changed(test, Corruption(pixels, severity, settings.seed))
     likelihood = _likelihood(model, first, splits, likelihood_from_settings(settings))
-    notes += splits.notes + tuple(note for _, notes in ood_sets.values() for note in notes)
+    notes += splits.notes
+    for _, notes_of_set in ood_sets.values():
+        notes += notes_of_set
     if settings.held_out != SourceSettings.held_out and not splits.was_whole:
         notes += ("held_out is not used, because the data is already split.",)
     if validation is None:

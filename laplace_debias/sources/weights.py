@@ -29,6 +29,10 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
     The state dict may be nested in the file as an entry such as `state_dict` or `model`. Prefixes
     that wrappers add (`module.`, `_orig_mod.`, `model.`) are removed if all names of the state dict
     have them and the names of the model do not.
+
+    Returns:
+        The entries of the checkpoint whose names begin with `split.`, which are not weights. They
+        record how the data was split for training.
     """
     if not path.is_file():
         raise ValueError(f"The checkpoint {path} does not exist. Check the path.")
