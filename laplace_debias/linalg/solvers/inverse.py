@@ -133,28 +133,34 @@ class LeastSquaresInverse(Wrapper):
         # Import SciPy only here, because its import is slow.
         from scipy.sparse.linalg import lsmr
 
-        unscaled_operator = self.operator.to_scipy()
+        operator = self.operator.to_scipy()
         max_iter = 10 * len(matrix) if self.max_iter is None else self.max_iter
-        columns = []
-        num_unsolved = 0
-        for column in matrix.T.detach().cpu().numpy():
-            norm = np.linalg.norm(column.astype(np.float64))
-            right_side = column / norm if norm > 0 else column
+
+        def solve(right_side: np.ndarray) -> tuple[np.ndarray, bool]:
+            """Return the solution for one column, and whether the solver converged."""
+            norm = np.linalg.norm(right_side.astype(np.float64))
+            unit = right_side / norm if norm > 0 else right_side
             # SciPy may stop because of its estimate of the condition number, which is right only if
             # the norm of the operator is about 1. Therefore, scale the operator.
-            scale = np.linalg.norm(unscaled_operator.rmatvec(right_side).astype(np.float64))
+            scale = np.linalg.norm(operator.rmatvec(unit).astype(np.float64))
             if not (norm > 0 and scale > 0):
-                columns.append(np.zeros(self.operator.shape[1], column.dtype))
-                continue
-            operator = unscaled_operator * (1 / scale)
+                return np.zeros(self.operator.shape[1], right_side.dtype), True
+            scaled_operator = operator * (1 / scale)
             # Do not limit the condition number, because a limit would end solves too early. In
             # single precision, SciPy's initial value of 1e100 overflows, which does no harm.
             with np.errstate(over="ignore"):
                 solution, status, *_ = lsmr(
-                    operator, right_side, atol=self.tol, btol=self.tol, conlim=0, maxiter=max_iter
+                    scaled_operator, unit, atol=self.tol, btol=self.tol, conlim=0, maxiter=max_iter
                 )
-            num_unsolved += status in _UNSOLVED
-            columns.append(solution * (norm / scale))
+            return solution * (norm / scale), status not in _UNSOLVED
+
+        columns = []
+        num_unsolved = 0
+        for right_side in matrix.T.detach().cpu().numpy():
+            solution, is_solved = solve(right_side)
+            columns.append(solution)
+            if not is_solved:
+                num_unsolved += 1
         if num_unsolved:
             warn(
                 f"inverse by lsmr: {num_unsolved} of {len(columns)} solves did not converge within "
