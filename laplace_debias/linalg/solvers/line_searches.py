@@ -66,12 +66,7 @@ class LineSearches:
             self._x = torch.where(b.any(0), x0.reshape(b.shape), 0)
             self.residual = b - A @ self._x
             self._num_matvecs = b.shape[1]
-        # Choose units in which the squares of each right-hand side and its residual are in the
-        # range of single precision. Scaling by a power of two is exact. The row of zeros is added
-        # because otherwise there would be no largest entry if the operator has no rows.
-        entries = [b.abs(), self.residual.abs(), b.new_zeros(1, b.shape[1])]
-        largest = torch.cat(entries).amax(dim=0)
-        self._unit = torch.exp2(largest.frexp().exponent.to(b.dtype) - 1)
+        self._unit = _choose_units(b, self.residual)
         b = b / self._unit
         self._x = self._x / self._unit
         self.residual = self.residual / self._unit
@@ -249,3 +244,15 @@ class LineSearches:
     def _like_b(self, tensor: Tensor) -> Tensor:
         """If b is a vector, drop the last dimension of values per column, `[..., columns]`."""
         return tensor[..., 0] if self._is_vector else tensor
+
+
+def _choose_units(b: Tensor, residual: Tensor) -> Tensor:
+    """Choose a unit for each right-hand side `[k]`, in which its largest entry is about 1.
+
+    The squares of b and the residual are then in the range of single precision. Scaling by these
+    units is exact, because they are powers of two.
+    """
+    # Without the row of zeros, there would be no largest entry if the operator has no rows.
+    entries = [b.abs(), residual.abs(), b.new_zeros(1, b.shape[1])]
+    largest = torch.cat(entries).amax(dim=0)
+    return torch.exp2(largest.frexp().exponent.to(b.dtype) - 1)
