@@ -167,7 +167,10 @@ class InverseRoot(SelfAdjoint):
         return torch.stack([product for product, _ in columns], dim=1)
 
     def _times(self, products: Products, column: Tensor) -> tuple[Tensor, float]:
-        """Compute the product with one column, and a bound on its relative error."""
+        """Compute the product with one column, and a bound on its relative error.
+
+        The bound is computed after every few steps, because it needs a decomposition of T.
+        """
         length = column_norms(column)
         if length == 0:
             return torch.zeros_like(column), 0.0
@@ -179,7 +182,9 @@ class InverseRoot(SelfAdjoint):
         has_residual = True
         while has_residual and basis.size < basis.capacity and error > self.tol:
             for _ in range(1 + basis.size // 10):
-                has_residual = has_residual and basis.size < basis.capacity and basis.expand(0)
+                if not has_residual or basis.size == basis.capacity:
+                    break
+                has_residual = basis.expand(0)
             coordinates, error = self._coordinates(basis)
         if len(basis.coupling) == 0 or basis.size == len(column):
             # The Krylov space contains the product, so the result is exact.
