@@ -125,18 +125,18 @@ def risk_coverage(run: Run, methods: dict[str, Look], data: str, title: str) -> 
         first = min(_FEWEST_KEPT, len(labels)) - 1
         share = curve.coverage.numpy()[first:]
         risk = curve.risk.numpy()[first:]
-        few = np.unique(np.searchsorted(share, _SHARES).clip(max=len(share) - 1))
-        share = share[few]
-        risk = risk[few]
+        drawn = np.unique(np.searchsorted(share, _SHARES).clip(max=len(share) - 1))
+        share = share[drawn]
+        risk = risk[drawn]
         ends.append(f"{look.label} {_percent(risk[-1])}")
         line = ax.plot(share, risk, lw=1.6, color=look.colour, linestyle=look.dashes)
         panel.assign(key, *line)
-        few = np.searchsorted(share, np.linspace(0.1, 1, 19)).clip(max=len(share) - 1)
+        noted = np.searchsorted(share, np.linspace(0.1, 1, 19)).clip(max=len(share) - 1)
         texts = [
             f"{look.label}\nkeeps {_percent(s)}, of them {_percent(r)} wrong"
-            for s, r in zip(share[few], risk[few], strict=True)
+            for s, r in zip(share[noted], risk[noted], strict=True)
         ]
-        panel.note(ax, key, share[few], risk[few], texts)
+        panel.note(ax, key, share[noted], risk[noted], texts)
     ax.set(xlim=(0, 1), ylim=(0, None))
     ax.set(xlabel="Share of examples kept", ylabel="Wrong among those kept")
     percent_axes(ax.xaxis, ax.yaxis)
@@ -205,10 +205,7 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
         if pair is None:
             continue
         residual, deviation = pair
-        order = np.argsort(deviation, kind="stable")
-        groups = np.array_split(order, min(_GROUPS, max(1, len(order) // 20)))
-        if np.ptp(deviation) < 1e-9 * deviation.max():
-            groups = [order]  # Use a single group, because the standard deviation is constant.
+        groups = _groups_of_equal_size(deviation)
         predicted = np.array([np.sqrt((deviation[group] ** 2).mean()) for group in groups])
         observed = np.array([np.sqrt((residual[group] ** 2).mean()) for group in groups])
         panel.assign(
@@ -233,6 +230,15 @@ def residuals(run: Run, methods: dict[str, Look]) -> Picture | None:
     ax.set(xlabel="Predicted standard deviation", ylabel="Residuals, root mean square")
     alt = f"Residuals against predicted standard deviation: {'; '.join(sizes)}."
     return panel.finish("Residuals", alt)
+
+
+def _groups_of_equal_size(deviation: np.ndarray) -> list[np.ndarray]:
+    """Return the indices of targets in groups with similar standard deviations."""
+    order = np.argsort(deviation, kind="stable")
+    if np.ptp(deviation) < 1e-9 * deviation.max():
+        # The standard deviation is constant.
+        return [order]
+    return np.array_split(order, min(_GROUPS, max(1, len(order) // 20)))
 
 
 def _residuals(run: Run, method: str) -> tuple[np.ndarray, np.ndarray] | None:

@@ -12,6 +12,7 @@ from laplace_debias.report.page import calibration
 from laplace_debias.report.page.panel import Look, Panel, Picture, log_axis
 from laplace_debias.report.page.run import Run
 from laplace_debias.report.style import INK
+from laplace_debias.runs.records import Sweep
 from laplace_debias.runs.wording import decimals, in_order, number, significant
 
 _BY_SEVERITY = ("accuracy", "nll", "overconfidence", "brier", "rmse", "scaled_error", "crps")
@@ -208,22 +209,13 @@ def sweep(run: Run, look: Look) -> Picture | None:
     high = np.array([point.high for point in points], float)
     panel = Panel(f"sweep-{look.key}", 2.9)
     ax = panel.axes[0]
-    remarks = []
     if search.flat:
         lowest, highest = search.flat
         ax.axvspan(lowest, highest, color=INK, alpha=0.09, lw=0)
-        ends = f"{significant(lowest, 2)} to {significant(highest, 2)}"
-        remarks.append(f"within one standard error from {ends}")
     ax.fill_between(x, low, high, color=look.colour, alpha=0.22, lw=0)
     ax.plot(x, value, color=look.colour, marker=look.marker, markersize=3.2, lw=1.5)
     if isinstance(search.chosen, int | float):
         ax.axvline(search.chosen, color=INK, lw=1.2)
-        remarks.insert(0, f"tuned: {significant(search.chosen)}")
-    if isinstance(search.sigma, int | float):
-        remarks.append(f"noise {significant(search.sigma)}")
-    if isinstance(search.sigma, list):
-        ends = f"{significant(min(search.sigma))} to {significant(max(search.sigma))}"
-        remarks.append(f"noise of the outputs from {ends}")
     log_axis(ax.xaxis, x[0], x[-1])
     named = f"{label} ({unit})" if unit else label
     ylabel = f"Validation {named}" if metric else named
@@ -234,9 +226,26 @@ def sweep(run: Run, look: Look) -> Picture | None:
         for p, v, a, b in zip(x, value, low, high, strict=True)
     ]
     panel.note(ax, look.key, x, value, texts)
-    note = "; ".join(remarks)
+    note = _result_of_search(search)
     alt = f"{label} of {look.label} against the prior precision; {note}."
     return panel.finish(look.label, alt, method=look.key, note=note)
+
+
+def _result_of_search(search: Sweep) -> str:
+    """Describe the chosen prior precision, the range of equally good ones, and the noise."""
+    remarks = []
+    if isinstance(search.chosen, int | float):
+        remarks.append(f"tuned: {significant(search.chosen)}")
+    if search.flat:
+        lowest, highest = search.flat
+        ends = f"{significant(lowest, 2)} to {significant(highest, 2)}"
+        remarks.append(f"within one standard error from {ends}")
+    if isinstance(search.sigma, int | float):
+        remarks.append(f"noise {significant(search.sigma)}")
+    if isinstance(search.sigma, list):
+        ends = f"{significant(min(search.sigma))} to {significant(max(search.sigma))}"
+        remarks.append(f"noise of the outputs from {ends}")
+    return "; ".join(remarks)
 
 
 def _leave_out_what_hides_the_best(ax: Axes, value: np.ndarray, better: str | None) -> None:
