@@ -1,8 +1,10 @@
 """Moments of the linearised outputs as differentiable functions of the inputs."""
 
+from collections.abc import Mapping
+
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import jacrev, vmap
 
 from laplace_debias.curvature.network.calling import call, differentiable
@@ -34,11 +36,6 @@ def differentiable_moments(
     with prediction_context(fitted, x, keeps_graph=True) as context, torch.enable_grad():
         network = context.network
         trained = {name: network.get_parameter(name).detach() for name in fitted.parameters.names}
-
-        def outputs_for_example(parameters: dict[str, Tensor], *tensors: Tensor) -> Tensor:
-            rows = [tensor.unsqueeze(0) for tensor in tensors]
-            return call(network, with_tensors(context.x, rows), parameters).squeeze(0)
-
         with differentiable(network):
             mean = call(network, context.x, trained)
             if mean.ndim != 2:
@@ -46,36 +43,53 @@ def differentiable_moments(
                     "`differentiable=True` supports only outputs [B, C], but the outputs have "
                     f"shape {tuple(mean.shape)}. Remove `differentiable=`."
                 )
-            tensors = tuple(tensors_of(context.x))
-            in_dims = (None, *[0] * len(tensors))
-            jacobian = jacrev(outputs_for_example)
-            try:
-                jacobians = vmap(jacobian, in_dims)(trained, *tensors)
-            except RuntimeError as error:
-                if is_out_of_memory(error):
-                    raise
-                # Some layers, such as an LSTM, cannot be vectorised over the examples, so the
-                # Jacobians are computed one by one.
-                by_example = [jacobian(trained, *rows) for rows in zip(*tensors, strict=True)]
-                jacobians = {name: torch.stack([J[name] for J in by_example]) for name in trained}
+            jacobians = _jacobians(network, context.x, trained)
     # A parameter may be a single number without dimensions, so its Jacobian is `[B, C]`.
     by_parameter = [jacobians[name].reshape(*mean.shape, trained[name].numel()) for name in trained]
     J = torch.cat(by_parameter, dim=2)
     if fitted.config.structure.has_independent_outputs:
         covariance = _independent_covariance(fitted.posterior, J, joint)
     else:
-        rows = J.flatten(0, 1)
-        products = (fitted.posterior.covariance @ rows.T).T.view_as(J)
-        if joint:
-            products = products.flatten(0, 1)
-            covariance = rows @ products.mT
-        else:
-            covariance = J @ products.mT
-        covariance = (covariance + covariance.mT) / 2
-        if joint:
-            covariance = covariance.unflatten(1, mean.shape).unflatten(0, mean.shape)
+        covariance = _shared_covariance(fitted.posterior, J, joint)
     check_covariance(covariance.detach(), fitted.posterior.deltas()[:1])
     return mean, covariance
+
+
+def _jacobians(
+    network: nn.Module, x: Inputs, trained: Mapping[str, Tensor]
+) -> dict[str, Float[Tensor, "batch outputs *shape"]]:
+    """Compute the Jacobian of each example's outputs with respect to each parameter."""
+
+    def outputs_for_example(parameters: dict[str, Tensor], *tensors: Tensor) -> Tensor:
+        rows = [tensor.unsqueeze(0) for tensor in tensors]
+        return call(network, with_tensors(x, rows), parameters).squeeze(0)
+
+    jacobian = jacrev(outputs_for_example)
+    tensors = tuple(tensors_of(x))
+    in_dims = (None, *[0] * len(tensors))
+    try:
+        return vmap(jacobian, in_dims)(trained, *tensors)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+    # Some layers, such as an LSTM, cannot be vectorised over the examples, so the Jacobians are
+    # computed one by one.
+    by_example = [jacobian(trained, *rows) for rows in zip(*tensors, strict=True)]
+    return {name: torch.stack([J[name] for J in by_example]) for name in trained}
+
+
+def _shared_covariance(
+    posterior: GaussianPosterior, J: Float[Tensor, "batch outputs parameters"], joint: bool
+) -> Float[Tensor, "batch *covariance"]:
+    """Compute the covariance of outputs under one posterior over the parameters."""
+    rows = J.flatten(0, 1)
+    products = (posterior.covariance @ rows.T).T
+    if not joint:
+        covariance = J @ products.view_as(J).mT
+        return (covariance + covariance.mT) / 2
+    covariance = rows @ products.mT
+    covariance = (covariance + covariance.mT) / 2
+    return covariance.unflatten(1, J.shape[:2]).unflatten(0, J.shape[:2])
 
 
 def _independent_covariance(
