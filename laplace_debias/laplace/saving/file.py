@@ -212,18 +212,42 @@ def load(
     parameters = setup.parameters
     assert parameters is not None  # The file contains their names.
     _check_same_blocks(header.block_names, parameters.block_names)
-    plain = spec.plain_model
-    mean = parameters.flattened(plain)
+    mean = parameters.flattened(spec.plain_model)
     fitted_model = FittedModel.record(spec, parameters, is_verified=False)
-    # Earlier versions also recorded tensors of PEFT that the outputs do not depend on.
-    unused = unused_prefixes(plain)
-    saved_fingerprint = {
-        name: n for name, n in header.others.items() if not f"{name}.".startswith(unused)
-    }
     _check_same_parameters(
-        tensors["mean"], mean, saved_fingerprint, fitted_model.frozen_fingerprint
+        tensors["mean"],
+        mean,
+        _saved_fingerprint(header, spec.plain_model),
+        fitted_model.frozen_fingerprint,
+    )
+    link = None
+    if header.link is not None:
+        link = Link(**header.link)
+    thinned_at = None
+    if header.thinned_at is not None:
+        thinned_at = tuple(header.thinned_at)
+    return FittedPosterior(
+        fitted_model=fitted_model,
+        config=setup.config,
+        selected=parameters,
+        posterior=_restore_posterior(header, tensors, config, spec, parameters, mean),
+        nll=float(header.nll),
+        mode=header.mode,
+        num_targets=_num_targets(header),
+        link=link,
+        thinned_at=thinned_at,
     )
 
+
+def _restore_posterior(
+    header: Header,
+    tensors: Mapping[str, Tensor],
+    config: CurvatureConfig,
+    spec: ModelSpec,
+    parameters: ParameterBlocks,
+    mean: Tensor,
+) -> GaussianPosterior:
+    """Rebuild the prior and the curvature from a file's tensors, on the device of the mean."""
     tensors = _as_after_fit(tensors, mean.device)
     network = spec.network(parameters.names)
     prior = Prior.checked(tensors["prior_precision"], tensors.get("prior_mean", 0.0), mean.device)
@@ -236,30 +260,36 @@ def load(
     curvature, factor_scales = _restore_curvature(
         _split_by_block(tensors, ""), config, parameters, network
     )
-    posterior = GaussianPosterior(
+    order = parameters.order
+    return GaussianPosterior(
         mean=mean,
         curvature=curvature,
         num_data=header.num_data,
         prior=prior.for_parameters(parameters),
-        order=None if parameters.order is None else parameters.order.to(mean.device),
+        order=None if order is None else order.to(mean.device),
         temperature=checked_temperature(float(header.temperature)),
-        layout=parameters.layout(plain),
+        layout=parameters.layout(spec.plain_model),
         factor_scales=factor_scales,
     )
+
+
+def _saved_fingerprint(header: Header, model: nn.Module) -> dict[str, int]:
+    """Return the fingerprint of the tensors that were not Bayesian when the file was saved."""
+    # Earlier versions also recorded tensors of PEFT that the outputs do not depend on.
+    unused = unused_prefixes(model)
+    fingerprint = {}
+    for name, number in header.others.items():
+        if not f"{name}.".startswith(unused):
+            fingerprint[name] = number
+    return fingerprint
+
+
+def _num_targets(header: Header) -> float | None:
+    """Return the number of target values of a regression, or None if its noise cannot be scaled."""
     # Earlier versions wrote a different power for the empirical Fisher.
-    noise = header.noise or {}
-    num_targets = noise["num_targets"] if noise.get("power") == 2 else None
-    return FittedPosterior(
-        fitted_model=fitted_model,
-        config=setup.config,
-        selected=parameters,
-        posterior=posterior,
-        nll=float(header.nll),
-        mode=header.mode,
-        num_targets=num_targets,
-        link=None if header.link is None else Link(**header.link),
-        thinned_at=None if header.thinned_at is None else tuple(header.thinned_at),
-    )
+    if header.noise is None or header.noise.get("power") != 2:
+        return None
+    return header.noise["num_targets"]
 
 
 def _fisher_of_load(header: Header, fisher: str | None, mc_samples: int | None) -> FisherType:
