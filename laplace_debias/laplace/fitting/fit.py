@@ -23,6 +23,7 @@ from laplace_debias.laplace.fitting.resuming import check_resumable, fit_identit
 from laplace_debias.laplace.fitting.schemes import Full, Scheme, prior_needs_all_data
 from laplace_debias.laplace.state.fitted import FitSetup, FittedPosterior
 from laplace_debias.laplace.state.fitted_model import FittedModel
+from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.system.checks import check_generator, check_no_autocast
 from laplace_debias.system.memory import available_memory, check_memory
@@ -170,25 +171,38 @@ def prepare_fit(
     size = _size_with_weights(size, scheme.label, streams[0], ranks)
     if ranks.size > 1:
         size = _agreed_size(size, ranks)
-        model_checksum = checksum(setup.spec.plain_model)
-        ranks.require_same(model=model_checksum, blocks=parameters.block_names)
-        if not size.is_shared:
-            _check_different_data(ranks, streams[0].first)
+        _check_processes_agree(setup, parameters, size, streams[0].first, ranks)
     if size.must_match_read:
         context = replace(context, num_examples=size.num_data)
     structure = setup.config.structure
     structure.check(context)
     _require_memory(context, structure)
+    draws_by_index = fisher.is_random or structure.draws_examples
     fit_streams = []
     for name, stream in zip(scheme.sources, streams, strict=True):
         first_indices = None
-        if ranks.size > 1 and (fisher.is_random or structure.draws_examples):
+        if ranks.size > 1 and draws_by_index:
             # Random draws are keyed by the index of an example among the examples of all processes.
             first_indices = first_indices_of_stream(ranks, stream)
         fit_streams.append(FitStream(stream, likelihood, name, first_indices))
     return PreparedFit(
         setup, parameters, context, size=size, mode=scheme.label, streams=fit_streams
     )
+
+
+def _check_processes_agree(
+    setup: FitSetup,
+    parameters: ParameterBlocks,
+    size: TrainingSize,
+    first: Batch | None,
+    ranks: Ranks,
+) -> None:
+    """Require that all processes have the same model, and different data unless it is shared."""
+    model_checksum = checksum(setup.spec.plain_model)
+    ranks.require_same(model=model_checksum, blocks=parameters.block_names)
+    if not size.is_shared:
+        mark = None if first is None else digest_of_examples(first.inputs, first.targets)
+        check_all_different(ranks.exchange(mark), "starts with the same batch")
 
 
 def _require_memory(context: FitContext, structure: CurvatureStructure) -> None:
@@ -226,12 +240,6 @@ def _agreed_size(size: TrainingSize, ranks: Ranks) -> TrainingSize:
     return replace(size, num_data=None if None in sizes else sum(sizes))
 
 
-def _check_different_data(ranks: Ranks, first: Batch | None) -> None:
-    """Raise an error if two processes begin with the same batch."""
-    mark = None if first is None else digest_of_examples(first.inputs, first.targets)
-    check_all_different(ranks.exchange(mark), "starts with the same batch")
-
-
 def _add_information(prepared: PreparedFit, information: Information) -> CurvatureFit:
     """Add the information of the data to the information of earlier data."""
     names = prepared.parameters.block_names
@@ -253,13 +261,16 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
     parameters = prepared.parameters
     data = curvature_fit.totals
     num_data = prepared.size.after_reading(data.weight)
+    # Sums over the examples that were read are extrapolated to all N examples.
     scale = num_data / data.weight
     num_targets = None
+    # The curvature is proportional to 1/σ², except for the empirical Fisher, and unless it contains
+    # the information of earlier data.
     can_scale_noise = setup.config.fisher.kind != "empirical" and setup.prior.information is None
     if setup.spec.likelihood.has_sigma and can_scale_noise:
         num_targets = data.num_outputs * scale
-    plain = setup.spec.plain_model
-    mean = parameters.flattened(plain)
+    model = setup.spec.plain_model
+    mean = parameters.flattened(model)
     order = parameters.order
     prior = setup.prior.to(mean.device).for_parameters(parameters)
     posterior = GaussianPosterior(
@@ -269,7 +280,7 @@ def build_posterior(prepared: PreparedFit, curvature_fit: CurvatureFit) -> Fitte
         prior=prior,
         order=None if order is None else order.to(mean.device),
         temperature=setup.temperature,
-        layout=parameters.layout(plain),
+        layout=parameters.layout(model),
         factor_scales=curvature_fit.factor_scales,
     )
     return FittedPosterior(
