@@ -128,17 +128,7 @@ def _parameters_on_examples(
     first = _first_batch(streams[0])
     inputs = move(first.inputs, setup.device, None)
     targets = first.targets.to(setup.device)
-    plain = spec.plain_model
-    selected = setup.parameters
-    if selected is None or config.params == LAST_LAYER:
-        selected = ParameterBlocks.selected(plain, config, inputs)
-        if setup.names is not None and setup.names != selected.names:
-            raise ValueError(
-                f'`params="last_layer"` selected {setup.names} before (in an earlier '
-                f"fit, or as the parameters of `prior=`), but the outputs come from "
-                f"{selected.names}. If the model has changed, build a new Laplace. Otherwise pass "
-                "a prior of the last layer's parameters."
-            )
+    selected = _selected_parameters(setup, inputs)
     tap = Tap(spec.network(selected.names))
     examples = take(inputs, slice(0, _NUM_CHECKED))
     outputs = _first_outputs(tap.network, selected.names, spec.likelihood, examples)
@@ -150,17 +140,34 @@ def _parameters_on_examples(
         class_dim=spec.class_dim,
         fisher=config.fisher,
     )
-    outputs = outputs.detach()  # frees the autograd graph
+    num_outputs = outputs.shape[1:].numel()
+    del outputs  # frees the autograd graph
     all_inputs = None
     if reads_all and all(stream.is_reiterable for stream in streams):
         all_inputs = chain.from_iterable(stream.extra_pass() for stream in streams)
-    parameters = selected.verified(tap, plain, config, inputs, all_inputs=all_inputs)
+    parameters = selected.verified(tap, spec.plain_model, config, inputs, all_inputs=all_inputs)
     return _CheckedParameters(
         parameters=parameters,
         tap=tap,
         example=take(inputs, slice(0, 1)),
-        num_outputs=outputs.shape[1:].numel(),
+        num_outputs=num_outputs,
     )
+
+
+def _selected_parameters(setup: FitSetup, inputs: Inputs) -> ParameterBlocks:
+    """Return the parameters of the fit; `params="last_layer"` is determined from the inputs."""
+    config = setup.config
+    if setup.parameters is not None and config.params != LAST_LAYER:
+        return setup.parameters
+    selected = ParameterBlocks.selected(setup.spec.plain_model, config, inputs)
+    if setup.names is not None and setup.names != selected.names:
+        raise ValueError(
+            f'`params="last_layer"` selected {setup.names} before (in an earlier '
+            f"fit, or as the parameters of `prior=`), but the outputs come from "
+            f"{selected.names}. If the model has changed, build a new Laplace. Otherwise pass "
+            "a prior of the last layer's parameters."
+        )
+    return selected
 
 
 def _first_batch(stream: Stream) -> Batch:
