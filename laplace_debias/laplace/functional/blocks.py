@@ -115,19 +115,37 @@ class BlockwiseAccumulator(CovarianceAccumulator):
                 total = into[:, examples]
                 if self._diagonal:
                     total += weighted_squares(rows, column_curvature, deltas)
-                elif (
-                    len(deltas) <= _PAIRS_FROM
-                    or len(column_curvature) < max(_WIDE, curvature.numel())
-                    or J.device.type != "cpu"  # a GPU multiplies faster than it sorts
-                ):
-                    total += weighted_gram(rows, column_curvature, deltas)
                 else:
-                    if index not in self._runs:
-                        self._runs[index] = ColumnRuns.build(column_curvature, deltas)
-                    total += self._runs[index].gram(rows)
+                    has_all_columns = len(column_curvature) == curvature.numel()
+                    total += self._gram_at_grid(index, rows, column_curvature, has_all_columns)
                 # Release the memory before the next Jacobians are computed.
                 del J, rows
             del record
+
+    def _gram_at_grid(
+        self,
+        index: int,
+        rows: Float[Tensor, "batch outputs d"],
+        curvature: Float[Tensor, " d"],
+        has_all_columns: bool,
+    ) -> Float[Tensor, "grid batch outputs outputs"]:
+        """Compute `weighted_gram` for a block at all its prior precisions, in the fastest way.
+
+        Args:
+            index: The index of the block.
+            rows: Rows of the block's Jacobian, `[B, C, d]`.
+            curvature: The curvature of their columns.
+            has_all_columns: Whether the rows have all columns of the block.
+        """
+        deltas = self.prior_precisions[:, index]
+        is_wide = len(curvature) >= _WIDE and len(deltas) > _PAIRS_FROM
+        # The runs are kept for the next rows, so they must consist of all columns. A GPU multiplies
+        # faster than it sorts.
+        if not (has_all_columns and is_wide and rows.device.type == "cpu"):
+            return weighted_gram(rows, curvature, deltas)
+        if index not in self._runs:
+            self._runs[index] = ColumnRuns.build(curvature, deltas)
+        return self._runs[index].gram(rows)
 
     def _single_products(
         self, record: BlockRecord, output_directions: Directions, input_directions: Directions
