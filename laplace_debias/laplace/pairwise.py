@@ -233,8 +233,8 @@ def _pairwise_of_pairs(
 ) -> Float[Tensor, "temperatures batch classes"]:
     """Compute `pairwise_of_directions` with only one exponential per pair of classes.
 
-    For the opposite order of a pair, the exponential is the reciprocal. It belongs to the sum of
-    the second class of the pair, so it is written into the column of that class.
+    The exponential of a pair (k, i) is a term in the sum of class k. For the opposite order (i, k),
+    the exponential is the reciprocal, which is a term in the sum of class i.
     `_exponentials_are_finite` must be true for the means.
     """
     batch, num_classes = means.shape
@@ -242,10 +242,9 @@ def _pairwise_of_pairs(
     # If the number of classes is even, the pairs at the largest distance already occur in both
     # orders, so they are not mirrored.
     num_mirrored = (num_classes - 1) // 2
-    width = num_classes + num_mirrored
-    most_examples = _UNORDERED_PAIRS_AT_ONCE // max(1, num_shifts * num_classes)
-    num_blocks = math.ceil(batch / max(1, most_examples))
-    block_size = math.ceil(batch / max(1, num_blocks))  # All blocks have nearly the same size.
+    most_examples = max(1, _UNORDERED_PAIRS_AT_ONCE // max(1, num_shifts * num_classes))
+    num_blocks = max(1, math.ceil(batch / most_examples))
+    block_size = max(1, math.ceil(batch / num_blocks))  # All blocks have nearly the same size.
     log_2_means = means * (math.sqrt(_SCALE) / math.log(2))
     # The first classes follow the last class, because the pairs are in cyclic order.
     cyclic_means = torch.cat([log_2_means, log_2_means[:, :num_shifts]], 1)
@@ -254,14 +253,18 @@ def _pairwise_of_pairs(
     pair_variances = means.new_empty(block_size, num_shifts * num_classes)
     all_differences = means.new_empty(block_size, num_shifts, num_classes)
     all_terms = torch.empty_like(all_differences)
-    # Only the entries of `shifted` are written, so all other entries stay zero.
+    # The reciprocal for the pair (k, k + s + 1) is in row s and column k + s + 1. Columns from
+    # `num_classes` on belong to the first classes, since the pairs are in cyclic order. `shifted`
+    # is the view of these entries with s and k as its indices, so its next row begins one column
+    # later. All other entries stay zero.
+    width = num_classes + num_mirrored
     all_reciprocals = means.new_zeros(block_size, num_mirrored, width)
     all_shifted = all_reciprocals.as_strided(
         (block_size, num_mirrored, num_classes), (num_mirrored * width, width + 1, 1), 1
     )
     sums = means.new_empty(len(temperatures), batch, num_classes)
-    for block in range(num_blocks):
-        examples = slice(block * block_size, min((block + 1) * block_size, batch))
+    for start in range(0, batch, block_size):
+        examples = slice(start, min(start + block_size, batch))
         size = examples.stop - examples.start
         torch.mm(variances[examples], squared_differences, out=pair_variances[:size])
         block_variances = pair_variances[:size].unflatten(1, (num_shifts, num_classes))
@@ -274,9 +277,10 @@ def _pairwise_of_pairs(
         for temperature, total in zip(temperatures, sums[:, examples], strict=True):
             torch.add(block_variances, _SCALE * temperature**2, out=terms)
             terms.rsqrt_().mul_(differences).exp2_()
+            torch.sum(terms, 1, out=total)
+            # Writing to `shifted` fills the entries of `reciprocals`.
             torch.reciprocal(mirrored_terms, out=shifted)
             mirrored_sums = reciprocals.sum(1)
-            torch.sum(terms, 1, out=total)
             total += mirrored_sums[:, :num_classes]
             total[:, :num_mirrored] += mirrored_sums[:, num_classes:]
     # Add 1, the exponential of the difference between a class and itself.
