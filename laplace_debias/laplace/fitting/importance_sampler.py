@@ -317,24 +317,17 @@ class ImportanceSampler:
         Returns:
             The sums with the totals and the curvatures of the batches.
         """
-        ranks = self._context.ranks
-        num_examples = sum(sizes)
-        fold_indices = (sums.totals.num_examples + torch.arange(num_examples)) % len(sums.folds)
-        own_start = sum(sizes[: ranks.rank])
-        own_part = slice(own_start, own_start + sizes[ranks.rank])
-        own_curvatures, nll, num_outputs = self._pass_forward(
-            batch, fold_indices[own_part], new_by_fold
-        )
-        by_rank = ranks.exchange((own_curvatures.tolist(), nll, num_outputs))
-        curvatures_by_rank, nlls, nums_outputs = zip(*by_rank, strict=True)
-        new_curvatures = torch.tensor(
-            list(chain.from_iterable(curvatures_by_rank)), dtype=torch.float64
-        )
+        num_folds = len(sums.folds)
+        fold_indices = (sums.totals.num_examples + torch.arange(sum(sizes))) % num_folds
+        rank = self._context.ranks.rank
+        own_start = sum(sizes[:rank])
+        own_part = slice(own_start, own_start + sizes[rank])
+        new_curvatures, new_totals = self._pass_forward(batch, fold_indices[own_part], new_by_fold)
         curvatures = torch.cat([sums.curvatures, new_curvatures])
         probabilities = inclusion_probabilities(
             new_curvatures, float(curvatures.mean()), self._forward_ratio
         )
-        uniforms = torch.rand(num_examples, generator=generator, dtype=torch.float64)
+        uniforms = torch.rand(len(new_curvatures), generator=generator, dtype=torch.float64)
         is_drawn = uniforms < probabilities
         folds = []
         for index, (fold, new) in enumerate(zip(sums.folds, new_by_fold, strict=True)):
@@ -343,7 +336,6 @@ class ImportanceSampler:
             weighted_curvatures = new_curvatures[is_drawn_in_fold] / probabilities[is_drawn_in_fold]
             weighted_curvature = fold.weighted_curvature + float(weighted_curvatures.sum())
             folds.append(replace(fold, weighted_curvature=weighted_curvature))
-        new_totals = DataTotals(num_examples, sum(nlls), sum(nums_outputs), num_examples)
         return replace(
             sums, folds=tuple(folds), totals=sums.totals + new_totals, curvatures=curvatures
         )
@@ -351,10 +343,46 @@ class ImportanceSampler:
     def _pass_forward(
         self,
         batch: Batch | None,
+        fold_indices: Int[Tensor, " own_batch"],
+        new_by_fold: Sequence[_NewExamples],
+    ) -> tuple[Float[Tensor, " batch"], DataTotals]:
+        """Pass the batches of all processes forward, each on its own process.
+
+        Args:
+            batch: This process's batch; None if its data has ended.
+            fold_indices: The fold of each example of this batch.
+            new_by_fold: The examples of this round, for each fold. The sums of A of this process's
+                examples are added to them.
+
+        Returns:
+            The curvature of each example of all processes, in the order of the processes, and their
+            totals.
+        """
+        own_curvatures, own_nll, own_num_outputs = self._pass_own_forward(
+            batch, fold_indices, new_by_fold
+        )
+        by_rank = self._context.ranks.exchange((own_curvatures.tolist(), own_nll, own_num_outputs))
+        curvatures: list[float] = []
+        nll = 0.0
+        num_outputs = 0
+        for rank_curvatures, rank_nll, rank_num_outputs in by_rank:
+            curvatures += rank_curvatures
+            nll += rank_nll
+            num_outputs += rank_num_outputs
+        totals = DataTotals(len(curvatures), nll, num_outputs, len(curvatures))
+        return torch.tensor(curvatures, dtype=torch.float64), totals
+
+    def _pass_own_forward(
+        self,
+        batch: Batch | None,
         fold_indices: Int[Tensor, " batch"],
         new_by_fold: Sequence[_NewExamples],
     ) -> tuple[Float[Tensor, " batch"], float, int]:
-        """Pass a batch forward, fold by fold, and return curvatures, loss and number of outputs."""
+        """Pass this process's batch forward, fold by fold.
+
+        Returns:
+            The curvature of each example, the loss and the number of outputs.
+        """
         curvatures = torch.zeros(len(fold_indices), dtype=torch.float64)
         nll = 0.0
         num_outputs = 0
