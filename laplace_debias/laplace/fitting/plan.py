@@ -162,12 +162,9 @@ def plan_fit(
             context = replace(context, num_examples=reads.num_batches * batch.num_examples)
         data = _trial_data(context, batch, reads)
         num_passes = reads.num_passes(len(data))
-        # The trial runs only if its memory is available in addition to the memory of the blocks.
         available = available_memory(context.device)
-        blocks = structure.block_bytes(context)
-        block_bytes = sum(block.factors + block.magnitudes for block in blocks)
         trial = _Trial()
-        if available is None or posterior_bytes(context, structure) + block_bytes <= available:
+        if _blocks_fit(structure, context, available):
             trial = _run_trial(structure, context, data)
         seconds = None
         num_rows = NO_ROWS
@@ -272,6 +269,15 @@ def posterior_bytes(
     size = sum(block.size for block in context.blocks)
     mean_bytes = context.dtype.itemsize * size
     return structure.posterior_bytes(context, num_rows) + mean_bytes
+
+
+def _blocks_fit(structure: CurvatureStructure, context: FitContext, available: int | None) -> bool:
+    """Whether the blocks of a fit and its posterior fit into the available memory, if known."""
+    if available is None:
+        return True
+    blocks = structure.block_bytes(context)
+    block_bytes = sum(block.factors + block.magnitudes for block in blocks)
+    return posterior_bytes(context, structure) + block_bytes <= available
 
 
 class _Trial(NamedTuple):
