@@ -314,13 +314,12 @@ class Conformal:
         quantiles = self._quantiles_for(self._groups_of(x, len(values))).to(values.device)
         shape = predictive.batch_shape
         if isinstance(predictive, Normal | MultivariateNormal):
-            half_width = (
-                quantiles.to(values.dtype) * predictive.variance.reshape(values.shape).sqrt()
-            )
+            deviations = predictive.variance.reshape(values.shape).sqrt()
+            half_width = quantiles.to(values.dtype) * deviations
             low = (values - half_width).unflatten(0, shape)
-            return Intervals(low, (values + half_width).unflatten(0, shape))
-        scores = self._scores_of_classes(values)
-        return ClassSets((scores <= quantiles.unsqueeze(-1)).unflatten(0, shape))
+            high = (values + half_width).unflatten(0, shape)
+            return Intervals(low, high)
+        return ClassSets(self._class_sets(values, quantiles).unflatten(0, shape))
 
     @collective("evaluate")
     def evaluate(
@@ -358,8 +357,7 @@ class Conformal:
                 is_normal = True
                 sizes = (2 * quantiles * scores.deviations.double()).mean(1)
             else:
-                class_scores = self._scores_of_classes(scores.values)
-                sizes = (class_scores <= quantiles.unsqueeze(-1)).sum(-1)
+                sizes = self._class_sets(scores.values, quantiles).sum(-1)
             columns = [covered.double(), sizes.double(), groups, scores.targets, scores.is_first]
             batches.append(columns)
         covered, sizes, groups, labels, is_first = concatenate_batches(batches, "evaluate")
@@ -495,6 +493,12 @@ class Conformal:
         """Return the scores of all classes from probabilities, `[n, C]` or `[n]` (binary)."""
         probs = torch.stack([1 - values, values], -1) if values.ndim == 1 else values
         return mass_above(probs, self._penalty, self._free_rank)
+
+    def _class_sets(
+        self, values: Float[Tensor, "n *classes"], quantiles: Float[Tensor, " n"]
+    ) -> Bool[Tensor, "n all_classes"]:
+        """Return the classes whose scores do not exceed an example's quantile."""
+        return self._scores_of_classes(values) <= quantiles.unsqueeze(-1)
 
     def _groups_of(self, x: Inputs | Record, size: int) -> Int[Tensor, " n"]:
         """Return the group of each input; without groups, all inputs are in group 0."""
