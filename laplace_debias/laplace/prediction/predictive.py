@@ -214,23 +214,24 @@ class FitWithLink:
                 self.likelihood, self.link, *differentiable_moments(self.fitted, x)
             )
         if method.is_closed_form:
-            moments = self._difference_variances(x, method)
-            if moments is not None:
-                assert self.link is not None
-                logits = pairwise_of_differences(*moments, [self.link.temperature])[0]
-                return self.likelihood.predictive(logits, None)
-            mean, covariances = _moments_for_links(
-                self.fitted,
-                x,
-                None,
-                links_used=[] if self.link is None else [self.link],
-                positions=method.positions,
-            )
-            return links.predictive(self.likelihood, self.link, mean, covariances[0])
+            return self._closed_form(x, method)
         with torch.inference_mode(False):
             if method.name == "map":
                 return self.likelihood.predictive(self.outputs(x, method), None)
             return self.likelihood.mixture(self.draws(x, method))
+
+    def _closed_form(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
+        """Compute the predictive distribution from the moments of the outputs."""
+        moments = self._difference_variances(x, method)
+        if moments is not None:
+            assert self.link is not None
+            logits = pairwise_of_differences(*moments, [self.link.temperature])[0]
+            return self.likelihood.predictive(logits, None)
+        links_used = [] if self.link is None else [self.link]
+        mean, covariances = _moments_for_links(
+            self.fitted, x, None, links_used, positions=method.positions
+        )
+        return links.predictive(self.likelihood, self.link, mean, covariances[0])
 
     def _difference_variances(
         self, x: Inputs | Record, method: PredictionMethod
