@@ -1,5 +1,6 @@
 """A round of an automatic fit: the posterior so far, and an estimate of its error."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,15 +65,17 @@ def fit_round(sums: SampledSums, prepared: PreparedFit) -> Round:
     # All folds use the same mean curvature, so its error is estimated from all examples read.
     curvatures = sums.curvatures
     spread = float(curvatures.std() / curvatures.mean()) / len(curvatures) ** 0.5
-    last_round = Round(fitted, sums.totals, replicates, spread=spread, curve=[])
-    variances, statistical_errors = _variances_with_errors(last_round, sums.probes, deltas)
+    variances, statistical_errors = _variances_with_errors(
+        fitted, replicates, spread, sums.probes, deltas
+    )
     in_fold_variances = _variances(fitted, in_fold, sums.probes, deltas)
     # Magnitudes from held-out folds are biased, too, but much less than in-fold magnitudes.
     bias = (in_fold_variances / variances).log() / 8
     relative = torch.hypot(statistical_errors / (2 * variances), bias).nan_to_num(0.0)
     errors = relative.square().mean((1, 2)).sqrt().tolist()
     # All processes use bit-identical numbers, so that they make the same decision.
-    return replace(last_round, curve=context.ranks.from_rank(errors, 0))
+    curve = context.ranks.from_rank(errors, 0)
+    return Round(fitted, sums.totals, replicates, spread, curve)
 
 
 def errors_by_block(last_round: Round, x: Inputs) -> list[float]:
@@ -83,22 +86,36 @@ def errors_by_block(last_round: Round, x: Inputs) -> list[float]:
     # Only one block at a time has variance, because a large precision freezes all others.
     deltas_by_block = torch.where(is_own_block, deltas, _FROZEN * deltas)
     variances = _variances(fitted, fitted.posterior.curvature, x, deltas[None])
-    _, statistical_errors = _variances_with_errors(last_round, x, deltas_by_block)
+    _, statistical_errors = _variances_with_errors(
+        fitted, last_round.replicates, last_round.spread, x, deltas_by_block
+    )
     relative = (statistical_errors / (2 * variances)).nan_to_num(0.0)
     return relative.square().mean((1, 2)).sqrt().tolist()
 
 
 def _variances_with_errors(
-    last_round: Round, x: Inputs, deltas: Float[Tensor, "grid blocks"]
+    fitted: FittedPosterior,
+    replicates: Sequence[BlockDiagonal],
+    spread: float,
+    x: Inputs,
+    deltas: Float[Tensor, "grid blocks"],
 ) -> tuple[Float[Tensor, "grid inputs outputs"], Float[Tensor, "grid inputs outputs"]]:
-    """Compute the variances of the outputs, and `NUM_ERRORS` times their standard errors."""
-    fitted = last_round.fitted
-    scale = 1 + last_round.spread
+    """Compute the variances of the outputs, and `NUM_ERRORS` times their standard errors.
+
+    Args:
+        fitted: The posterior.
+        replicates: The jackknife replicates of its curvature.
+        spread: The relative standard error of the mean curvature with respect to the outputs.
+        x: Inputs.
+        deltas: δ of every block at every grid point.
+    """
+    # A curvature that is larger by the factor s gives the precision N s C + δ = s (N C + δ / s).
+    scale = 1 + spread
     curvature = fitted.posterior.curvature
     variances = _variances(fitted, curvature, x, deltas)
     from_mean_curvature = _variances(fitted, curvature, x, deltas / scale) / scale - variances
-    replicates = [_variances(fitted, replicate, x, deltas) for replicate in last_round.replicates]
-    from_folds = jackknife(torch.stack(replicates))
+    by_replicate = [_variances(fitted, replicate, x, deltas) for replicate in replicates]
+    from_folds = jackknife(torch.stack(by_replicate))
     return variances, NUM_ERRORS * torch.hypot(from_mean_curvature, from_folds)
 
 
