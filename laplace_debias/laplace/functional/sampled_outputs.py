@@ -61,31 +61,45 @@ def linearised_outputs(
             derivative in torch.
     """
     trained = tuple(network.get_parameter(name).detach() for name in names)
-    shapes = [value.shape for value in trained]
+    chunks = _chunks(parameters, [value.shape for value in trained])
     function = _outputs_as_function(network, names, x)
-    outputs: list[Tensor] = []
     if _has_forward_derivative(network, names, take(x, slice(0, 1))):
-
-        def linear(*sample: Tensor) -> Tensor:
-            pairs = zip(sample, trained, strict=True)
-            tangents = tuple(value - trained_value for value, trained_value in pairs)
-            trained_outputs, product = jvp(function, trained, tangents)  # type: ignore[misc]
-            return trained_outputs + product
-
-        for samples in _chunks(parameters, shapes):
-            # The lock is released between chunks, so that other threads can run.
-            with torch.no_grad(), FORWARD_MODE, quiet():
-                outputs.append(_for_each_sample(linear, samples))
-    else:
-        with differentiable(network):
-            linearisation = linearised_by_reverse(function, trained)
-        push, _ = linearisation.maps
-        for samples in _chunks(parameters, shapes):
-            pairs = zip(samples, trained, strict=True)
-            tangents = [values - trained_value for values, trained_value in pairs]
-            (products,) = push(tangents, batched=True)
-            outputs.append(linearisation.outputs + products)
+        return _join_samples([_linearised_forward(function, trained, chunk) for chunk in chunks])
+    with differentiable(network):
+        linearisation = linearised_by_reverse(function, trained)
+    push, _ = linearisation.maps
+    outputs = []
+    for samples in chunks:
+        (products,) = push(_steps(samples, trained), batched=True)
+        outputs.append(linearisation.outputs + products)
     return _join_samples(outputs)
+
+
+def _linearised_forward(
+    function: Callable[..., Tensor], trained: Sequence[Tensor], samples: Sequence[Tensor]
+) -> SampledOutputs:
+    """Compute the linearised outputs at a few samples in forward mode.
+
+    Args:
+        function: The network's outputs as a function of its parameters.
+        trained: The trained parameters.
+        samples: The sampled parameters, one tensor `[samples, *shape]` per parameter.
+    """
+
+    def linearised(*sample: Tensor) -> Tensor:
+        tangents = tuple(_steps(sample, trained))
+        outputs, product = jvp(function, tuple(trained), tangents)  # type: ignore[misc]
+        return outputs + product
+
+    # The lock is released between chunks of samples, so that other threads can run.
+    with torch.no_grad(), FORWARD_MODE, quiet():
+        return _for_each_sample(linearised, samples)
+
+
+def _steps(parameters: Sequence[Tensor], trained: Sequence[Tensor]) -> list[Tensor]:
+    """Compute θ_s − θ* for each parameter."""
+    pairs = zip(parameters, trained, strict=True)
+    return [value - trained_value for value, trained_value in pairs]
 
 
 def _outputs_as_function(
