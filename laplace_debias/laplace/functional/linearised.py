@@ -163,8 +163,10 @@ def _moments_in_chunks(
     # The accumulator has the blocks of the layers, even if the posterior has only one dense block.
     prepared = context.prepared
     tap = Tap(context.network, accumulator.blocks) if prepared is None else prepared.tap
-    method: _Differentiation = _OutputDifferentiation(tap, accumulator, request)
-    if context.head is not None:
+    method: _Differentiation
+    if context.head is None:
+        method = _OutputDifferentiation(tap, accumulator, request)
+    else:
         assert isinstance(accumulator, BlockwiseAccumulator)
         method = _HeadDifferentiation(tap, accumulator, request, context.head)
     means = []
@@ -218,6 +220,11 @@ class _Chunk:
         mean = self.forward_pass.outputs.detach()
         return mean if self.indices is None else mean.flatten(1).gather(1, self.indices)
 
+    def column_slices(self, num_columns: int) -> Iterator[slice]:
+        """Yield the columns that are differentiated together, one slice after the other."""
+        for begin in range(0, num_columns, self.columns_at_once):
+            yield slice(begin, min(begin + self.columns_at_once, num_columns))
+
 
 def _forward_in_chunks(
     context: PredictionContext,
@@ -244,6 +251,7 @@ def _forward_in_chunks(
         if context.prepared is not None:
             context.prepared.keep_size(key, size)
         if min(batch, size.examples) == 1:
+            # The first chunk is only this example, so its forward pass is not repeated.
             yield _chunk(context, request, forward_pass, examples, size)
             start = 1
     for begin in range(start, batch, size.examples):
@@ -324,21 +332,20 @@ class _OutputDifferentiation:
         num_points = len(accumulator.prior_precisions)
         num_outputs = outputs[0].numel() if indices is None else indices.shape[1]
         total = request.zeros(outputs, num_outputs, num_points)
-        skipped = None
-        recorded = accumulator.last_layer(forward_pass)
-        if recorded is not None:
-            last_layer, phi = recorded
+        skipped_site = None
+        layer_and_inputs = accumulator.last_layer(forward_pass)
+        if layer_and_inputs is not None:
+            last_layer, phi = layer_and_inputs
             last_layer.add(total, phi, indices, request.diagonal)
-            skipped = last_layer.site
+            skipped_site = last_layer.site
         num_columns = request.num_columns(num_outputs)
-        for begin in range(0, num_columns, chunk.columns_at_once):
-            columns = slice(begin, min(begin + chunk.columns_at_once, num_columns))
+        for columns in chunk.column_slices(num_columns):
             vectors = unit_columns(outputs, indices, columns)
             if request.kind == "differences":
                 vectors = vectors - unit_columns(outputs, indices, slice(-1, None))
             into = total[:, :, columns] if request.diagonal else total[:, :, columns, columns]
             keep_graph = columns.stop < num_columns
-            records = forward_pass.backward(vectors, keep_graph, skipped)
+            records = forward_pass.backward(vectors, keep_graph, skipped_site)
             accumulator.add(into, records, chunk.model_indices[:, columns])
         return total
 
@@ -427,16 +434,15 @@ class _HeadDifferentiation:
             accumulator.prior_precisions,
             request.diagonal,
         )
-        skipped = None
+        head_site = None
         if self._head_indices:
-            skipped = accumulator.blocks[self._head_indices[0]].site
+            head_site = accumulator.blocks[self._head_indices[0]].site
         num_columns = head_outputs.num_columns
-        for begin in range(0, num_columns, chunk.columns_at_once):
-            columns = slice(begin, min(begin + chunk.columns_at_once, num_columns))
-            covariances = request.zeros(head_outputs.h, columns.stop - begin, len(total))
+        for columns in chunk.column_slices(num_columns):
+            covariances = request.zeros(head_outputs.h, columns.stop - columns.start, len(total))
             vectors = head_outputs.input_gradients(columns)
             keep_graph = columns.stop < num_columns
-            records = chunk.forward_pass.backward(vectors, keep_graph, skipped, self._calls.x)
+            records = chunk.forward_pass.backward(vectors, keep_graph, head_site, self._calls.x)
             accumulator_below.add(covariances, records, None)
             if request.diagonal:
                 total[..., columns] += covariances
