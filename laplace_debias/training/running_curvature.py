@@ -85,15 +85,8 @@ class RunningCurvature:
     def state_dict(self) -> dict[str, Any]:
         """Return the running sums and the directions, keyed by the names of the blocks."""
         blocks = {}
-        for block, factors in self.factors.parts.items():
-            tensors = dict(zip(("G", "A"), factors, strict=True))
-            if block in self.magnitudes.sums.parts:
-                for side, pairs in self.bases[block]._asdict().items():
-                    tensors[f"eigenvalues_{side}"] = pairs.eigenvalues
-                    if pairs.U is not None:
-                        tensors[f"U_{side}"] = pairs.U
-                for index, value in enumerate(self.magnitudes.sums.parts[block]):
-                    tensors[f"magnitudes.{index}"] = value
+        for block in self.factors.parts:
+            tensors = self._tensors(block)
             blocks[block.name] = {name: value.clone() for name, value in tensors.items()}
         totals = self.factors.totals
         magnitude_totals = self.magnitudes.sums.totals
@@ -108,6 +101,23 @@ class RunningCurvature:
             "blocks": blocks,
         }
 
+    def _tensors(self, block: Block) -> dict[str, Tensor]:
+        """Collect a block's factors and, once it has been measured, its directions and magnitudes.
+
+        `_restore_block` is the inverse.
+        """
+        G, A = self.factors.parts[block]
+        tensors = {"G": G, "A": A}
+        if block in self.magnitudes.sums.parts:
+            basis = self.bases[block]
+            for side, pairs in (("G", basis.G), ("A", basis.A)):
+                tensors[f"eigenvalues_{side}"] = pairs.eigenvalues
+                if pairs.U is not None:
+                    tensors[f"U_{side}"] = pairs.U
+            for index, value in enumerate(self.magnitudes.sums.parts[block]):
+                tensors[f"magnitudes.{index}"] = value
+        return tensors
+
     def load_state_dict(self, state: Mapping[str, Any], context: FitContext) -> None:
         """Restore the running sums and the directions from a saved state.
 
@@ -121,19 +131,7 @@ class RunningCurvature:
         self.bases = {}
         for name, saved in state["blocks"].items():
             tensors = {key: value.to(context.device, copy=True) for key, value in saved.items()}
-            block = blocks[name]
-            self.factors.parts[block] = [tensors["G"], tensors["A"]]
-            if "magnitudes.0" not in tensors:
-                continue
-            parts = [f"magnitudes.{index}" for index in range(self.magnitudes.num_parts)]
-            self.magnitudes.sums.parts[block] = [tensors[part] for part in parts]
-            basis = Eigenbasis(
-                Eigenpairs(tensors["eigenvalues_G"], tensors.get("U_G")),
-                Eigenpairs(tensors["eigenvalues_A"], tensors.get("U_A")),
-            )
-            # States of earlier versions contain the directions in the dtype of the sums, so they
-            # are converted.
-            self.bases[block] = basis.to(context.dtype)
+            self._restore_block(blocks[name], tensors, context.dtype)
         self.factors.totals = DataTotals(
             num_examples=state["num_examples"],
             nll=state["nll"],
@@ -144,6 +142,23 @@ class RunningCurvature:
         self.magnitudes.sums.totals = DataTotals(
             weight=state["magnitude_weight"], input_weights=_input_weights(state, "magnitude_")
         )
+
+    def _restore_block(
+        self, block: Block, tensors: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> None:
+        """Restore a block's factors, directions and magnitudes from the result of `_tensors`."""
+        self.factors.parts[block] = [tensors["G"], tensors["A"]]
+        if "magnitudes.0" not in tensors:
+            return
+        parts = [f"magnitudes.{index}" for index in range(self.magnitudes.num_parts)]
+        self.magnitudes.sums.parts[block] = [tensors[part] for part in parts]
+        basis = Eigenbasis(
+            Eigenpairs(tensors["eigenvalues_G"], tensors.get("U_G")),
+            Eigenpairs(tensors["eigenvalues_A"], tensors.get("U_A")),
+        )
+        # States of earlier versions contain the directions in the dtype of the sums, so they are
+        # converted.
+        self.bases[block] = basis.to(dtype)
 
 
 def _input_weights(state: Mapping[str, Any], prefix: str) -> dict[str, float]:
