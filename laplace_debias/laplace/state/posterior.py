@@ -144,14 +144,13 @@ class GaussianPosterior:
         tiny = torch.finfo(dtype).tiny
         for (name, curvature), delta in zip(bounds.items(), deltas, strict=True):
             highest = weight * curvature + delta
-            if delta < weight * tiny:
-                reason = f"The prior precision of {name} is {delta:.3g}, which is too small"
-            elif highest > 1 / tiny:
-                reason = (
-                    f"The posterior precision of {name} is up to {highest:.3g}, which is too large"
-                )
-            else:
+            is_too_small = delta < weight * tiny
+            is_too_large = highest > 1 / tiny
+            if not (is_too_small or is_too_large):
                 continue
+            reason = f"The posterior precision of {name} is up to {highest:.3g}, which is too large"
+            if is_too_small:
+                reason = f"The prior precision of {name} is {delta:.3g}, which is too small"
             raise ValueError(
                 f"{reason} for {dtype}, because the curvature has values up to "
                 f"{curvature:.3g}, which are multiplied by the weight of the data, {weight}. "
