@@ -60,23 +60,25 @@ def _matrices(parts: BlockParts) -> dict[Block, list[Tensor]]:
     their products are computed only once.
     """
     matrices: dict[Block, list[Tensor]] = {}
-    rows_of_weights: dict[str, Tensor] = {}
-    products_of_weights: dict[str, Tensor] = {}
+    # For each layer, the rows of G of its first block, and their products.
+    rows_by_layer: dict[str, Tensor] = {}
+    products_by_layer: dict[str, Tensor] = {}
     for block, factors in parts.items():
         matrices[block] = []
-        for factor in factors:
+        for index, factor in enumerate(factors):
             if not isinstance(factor, GramFactor):
                 matrices[block].append(factor)
                 continue
-            rows = rows_of_weights.get(block.layer)
+            rows = rows_by_layer.get(block.layer)
             if rows is not None and torch.equal(rows, factor.rows):
-                matrices[block].append(products_of_weights[block.layer])
+                matrices[block].append(products_by_layer[block.layer])
                 continue
             product = gram(factor.rows)
-            if not matrices[block]:
-                rows_of_weights[block.layer] = factor.rows
-                products_of_weights[block.layer] = product
             matrices[block].append(product)
+            is_G = index == 0
+            if is_G:
+                rows_by_layer[block.layer] = factor.rows
+                products_by_layer[block.layer] = product
     return matrices
 
 
