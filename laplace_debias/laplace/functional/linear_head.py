@@ -88,8 +88,12 @@ class HeadOutputs:
         r"""Compute $w_c^\top \Sigma_h w_{c'}$ from the covariances along `input_gradients`."""
         if not self.exceeds_inputs:
             return covariances
-        multiply = self._variances_of_example if diagonal else self._covariance_of_example
-        by_example = [multiply(example, covariances[:, example]) for example in range(len(self.h))]
+        by_example = []
+        for example, covariance in enumerate(covariances.unbind(1)):
+            if diagonal:
+                by_example.append(self._variances_of_example(example, covariance))
+            else:
+                by_example.append(self._covariance_of_example(example, covariance))
         return torch.stack(by_example, 1)
 
     def _covariance_of_example(
@@ -227,22 +231,14 @@ class LinearHead:
         Returns:
             The covariance, `[*batch, k, k]`, or the variances, `[*batch, k]`.
         """
-        if self.U_G is not None:
-            rows = self.U_G if outputs is None else self.U_G[outputs]
-            if not diagonal:
-                return (rows * eigen_variances.unsqueeze(-2)) @ rows.mT
-            if outputs is None:
-                return eigen_variances @ rows.square().mT
-            return torch.einsum("bkr,...br->...bk", rows.square(), eigen_variances)
-        if outputs is not None:
-            indices = outputs.expand(*eigen_variances.shape[:-1], -1)
-            eigen_variances = eigen_variances.gather(-1, indices)
-        if diagonal:
-            return eigen_variances
+        if self.U_G is None:
+            return _covariance_along_axes(eigen_variances, outputs, diagonal)
+        rows = self.U_G if outputs is None else self.U_G[outputs]
+        if not diagonal:
+            return (rows * eigen_variances.unsqueeze(-2)) @ rows.mT
         if outputs is None:
-            return torch.diag_embed(eigen_variances)
-        # An output may be requested twice, so off-diagonal entries need not be zero.
-        return eigen_variances.unsqueeze(-1) * (outputs.unsqueeze(-1) == outputs.unsqueeze(-2))
+            return eigen_variances @ rows.square().mT
+        return torch.einsum("bkr,...br->...bk", rows.square(), eigen_variances)
 
     def covariance_between_positions(
         self,
@@ -252,17 +248,19 @@ class LinearHead:
     ) -> Float[Tensor, "grid batch *covariance"]:
         """Compute the covariances of outputs at several positions, or their variances."""
         inputs = self.rotated_inputs(outputs.h)
-        multiply = self._variances_of_example if diagonal else self._covariance_of_example
         by_point = []
         for delta in prior_precisions:
             # Only one example and one prior precision are processed at a time, because a weight may
             # have 50,000 by 1,000 entries.
-            by_example = [
-                multiply(
-                    inputs[example], outputs.positions[example], outputs.classes[example], delta
-                )
-                for example in range(len(inputs))
-            ]
+            by_example = []
+            for example_inputs, positions, classes in zip(
+                inputs, outputs.positions, outputs.classes, strict=True
+            ):
+                if diagonal:
+                    moments = self._variances_of_example(example_inputs, positions, classes, delta)
+                else:
+                    moments = self._covariance_of_example(example_inputs, positions, classes, delta)
+                by_example.append(moments)
             by_point.append(torch.stack(by_example))
         return torch.stack(by_point)
 
@@ -304,3 +302,22 @@ class LinearHead:
             is_pair = (positions == t)[:, None] & (positions == s)
             total += ((rows * along) @ rows.mT) * is_pair
         return total
+
+
+def _covariance_along_axes(
+    eigen_variances: Float[Tensor, "*batch classes"],
+    outputs: Int[Tensor, "batch k"] | None,
+    diagonal: bool,
+) -> Float[Tensor, "..."]:
+    """Compute `LinearHead.covariance` if the output directions are the coordinate axes.
+
+    Different outputs are then uncorrelated.
+    """
+    if outputs is None:
+        return eigen_variances if diagonal else torch.diag_embed(eigen_variances)
+    indices = outputs.expand(*eigen_variances.shape[:-1], -1)
+    variances = eigen_variances.gather(-1, indices)
+    if diagonal:
+        return variances
+    # An output may be requested twice, so off-diagonal entries need not be zero.
+    return variances.unsqueeze(-1) * (outputs.unsqueeze(-1) == outputs.unsqueeze(-2))
