@@ -114,15 +114,22 @@ def uncertainty_of_draws(
         likelihood.predictive(outputs, None)
         for likelihood, outputs in zip(likelihoods, draws, strict=True)
     ]
-    first = _without_event(predictives[0])
-    if not isinstance(first, Categorical | Bernoulli):
-        means = torch.cat([predictive.mean for predictive in predictives])
-        variances = torch.cat([predictive.variance for predictive in predictives])
-        aleatoric = variances.mean(0)
-        epistemic = torch.var(means, dim=0, unbiased=False)
-        return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
+    if isinstance(_without_event(predictives[0]), Categorical | Bernoulli):
+        return _entropies_of_draws(predictives)
+    means = torch.cat([predictive.mean for predictive in predictives])
+    variances = torch.cat([predictive.variance for predictive in predictives])
+    aleatoric = variances.mean(0)
+    epistemic = torch.var(means, dim=0, unbiased=False)
+    return Uncertainty(aleatoric + epistemic, aleatoric, epistemic)
+
+
+def _entropies_of_draws(predictives: Sequence[Distribution]) -> Uncertainty:
+    """Decompose the entropy of predictives of shape `[samples, *batch]`, one for each member.
+
+    For several labels that form one event, the entropies of the labels are added up.
+    """
     probs = torch.cat([_without_event(predictive).probs for predictive in predictives])
-    shape = first.batch_shape[1:]
+    shape = _without_event(predictives[0]).batch_shape[1:]
     # Each row is a term: an example, a position or a label.
     rows = probs.flatten(1, len(shape))
     term_uncertainty = metrics.uncertainty(rows)
