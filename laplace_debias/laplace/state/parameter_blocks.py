@@ -120,17 +120,11 @@ class ParameterBlocks:
             replay_modules = {}
         if resolved.unused:
             names = [name for name in names if name not in resolved.unused]
-            outputs = "outputs of the first batch" if all_inputs is None else "outputs"
-            reason = (
-                f"The {outputs} do not depend on {list(resolved.unused)} through differentiable "
-                "operations (an unused branch, `detach`, `no_grad`)"
-            )
             is_general = isinstance(config.params, str) and config.params != LAST_LAYER
-            if not is_general or not names:
-                raise ValueError(f"{reason}. Exclude them with `{leaving_out(resolved.unused)}`.")
-            warn(
-                f"{reason}, so they are excluded from the posterior. To avoid this warning, pass "
-                f"`{leaving_out(resolved.unused)}`, or freeze them with requires_grad_(False)."
+            _report_unused(
+                resolved.unused,
+                may_leave_out=is_general and bool(names),
+                saw_all_data=all_inputs is not None,
             )
         if not names:
             raise ValueError(
@@ -152,3 +146,22 @@ class ParameterBlocks:
             value = model.get_parameter(name).detach().flatten()
             values.append(value.to(wide(value.dtype)))
         return torch.cat(values)
+
+
+def _report_unused(unused: Sequence[str], may_leave_out: bool, saw_all_data: bool) -> None:
+    """Warn that parameters on which the outputs do not depend are left out, or raise an error.
+
+    Raises:
+        ValueError: If they may not be left out.
+    """
+    outputs = "outputs" if saw_all_data else "outputs of the first batch"
+    reason = (
+        f"The {outputs} do not depend on {list(unused)} through differentiable "
+        "operations (an unused branch, `detach`, `no_grad`)"
+    )
+    if not may_leave_out:
+        raise ValueError(f"{reason}. Exclude them with `{leaving_out(unused)}`.")
+    warn(
+        f"{reason}, so they are excluded from the posterior. To avoid this warning, pass "
+        f"`{leaving_out(unused)}`, or freeze them with requires_grad_(False)."
+    )
