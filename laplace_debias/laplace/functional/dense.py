@@ -36,6 +36,11 @@ class DenseAccumulator(CovarianceAccumulator):
     layers, one after the other.
     """
 
+    # The factor that makes the directions orthonormal; None if they already are.
+    _root: Float[Tensor, "k k"] | None
+    # Whether rows of J have components outside the directions.
+    _leaves_residual: bool
+
     def __init__(
         self,
         blocks: Sequence[Block],
