@@ -190,13 +190,16 @@ class _LaplaceEstimator(BaseEstimator):
     ) -> None:
         """Fit the posterior, and choose its prior precision."""
         prior_precision = self.prior_precision
-        uses_evidence = isinstance(prior_precision, str)
+        uses_evidence = False
+        if isinstance(prior_precision, str):
+            uses_evidence = True
+            prior_precision = 1.0
         la = Laplace(
             network,
             likelihood,
             self.curvature,
             self.params,
-            prior_precision=1.0 if isinstance(prior_precision, str) else prior_precision,
+            prior_precision=prior_precision,
             sigma=sigma,
         )
         inputs = _tensor(X, network)
@@ -511,9 +514,7 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         whole(n_samples, "n_samples")
         inputs = self._inputs(X)
         mean, covariance = self.laplace_.functional(inputs, joint=True)
-        num_rows = len(inputs)
-        num_outputs = mean.numel() // num_rows
-        size = num_rows * num_outputs
+        size = mean.numel()
         joint = covariance.double().cpu().reshape(size, size)
         # A Cholesky decomposition might fail: the covariance of many rows is singular up to
         # rounding errors of the network, which may exceed a small noise.
@@ -522,13 +523,14 @@ class LaplaceRegressor(RegressorMixin, _LaplaceEstimator):
         random = check_random_state(random_state)
         outputs = mean.double().cpu().reshape(size, 1).numpy()
         outputs = outputs + root.numpy() @ random.standard_normal((size, n_samples))
-        outputs = outputs.reshape(num_rows, num_outputs, n_samples)
+        outputs = outputs.reshape(len(inputs), -1, n_samples)
         if self.laplace_.likelihood.name == "heteroscedastic":
             means, log_variances = np.split(outputs, 2, axis=1)
             noise = np.exp(log_variances / 2)
         else:
             means = outputs
-            noise = self.laplace_.sigma.double().cpu().expand(num_outputs)[:, None].numpy()
+            sigma = self.laplace_.sigma.double().cpu().expand(outputs.shape[1])
+            noise = sigma[:, None].numpy()
         samples = means + noise * random.standard_normal(means.shape)
         return samples[:, 0] if self._y_is_vector else samples
 
