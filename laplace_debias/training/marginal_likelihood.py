@@ -290,15 +290,17 @@ class _Fits:
     batch: BatchHook | None
     generator: torch.Generator | None
 
-    @property
-    def spec(self) -> ModelSpec:
-        """A copy of the model in eval mode, with the likelihood."""
+    def eval_spec(self) -> ModelSpec:
+        """Copy the model in eval mode, with the likelihood."""
         return ModelSpec.checked(eval_copy(self.model), self.likelihood, self.batch, None)
 
     def fitted(self, loader: Batches, prior_precision: Tensor) -> FittedPosterior:
         """Fit the posterior of a copy of the model in eval mode to all data."""
         setup = checked_setup(
-            self.spec, self.config, prior_precision=prior_precision, temperature=self.temperature
+            self.eval_spec(),
+            self.config,
+            prior_precision=prior_precision,
+            temperature=self.temperature,
         )
         size = training_size(loader, self.num_data, "full", reads_whole_loader=True)
         return fit(setup, Full(loader), size, generator=self.generator)
@@ -340,7 +342,7 @@ def _train_epoch(
     total = 0.0
     total_weight = 0.0
     device = next(model.parameters()).device
-    stream = fits.spec.stream(loader, device, fits.generator, takes_weights=True)
+    stream = fits.eval_spec().stream(loader, device, fits.generator, takes_weights=True)
     for batch in stream:
         if not batch.total_weight:
             continue  # If no example contributes to the loss, its mean is undefined.
