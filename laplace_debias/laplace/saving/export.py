@@ -161,6 +161,19 @@ class _Predictive(nn.Module):
 
     def predict(self, inputs: Inputs) -> Answers:
         """Compute the program's results for the model's inputs."""
+        mean, phi = self._outputs_and_layer_inputs(inputs)
+        links = [] if self._link is None else [self._link]
+        diagonal = required_moments(self.likelihood, links) == "variances"
+        covariance = self._covariance(phi, diagonal)
+        if self._link is None:
+            return self.likelihood.exported(mean, covariance)
+        variance = covariance if diagonal else covariance.diagonal(dim1=-2, dim2=-1)
+        logits = self._link.logits(self.likelihood, mean, covariance)
+        probs = self.likelihood.probabilities(logits)
+        return {"logits": mean, "variance": variance, "probs": probs}
+
+    def _outputs_and_layer_inputs(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Run the network, and return its outputs and the inputs of its last layer."""
         # A plain hook is used, because a tap would compare numbers of examples, which are only
         # symbols during tracing.
         layer_inputs: list[Tensor] = []
@@ -171,18 +184,10 @@ class _Predictive(nn.Module):
         layer = self.network.get_submodule(self._layer)
         handle = layer.register_forward_hook(record, with_kwargs=True)
         try:
-            mean = call(self.network, inputs)
+            outputs = call(self.network, inputs)
         finally:
             handle.remove()
-        links = [] if self._link is None else [self._link]
-        diagonal = required_moments(self.likelihood, links) == "variances"
-        covariance = self._covariance(layer_inputs[0], diagonal)
-        if self._link is None:
-            return self.likelihood.exported(mean, covariance)
-        variance = covariance if diagonal else covariance.diagonal(dim1=-2, dim2=-1)
-        logits = self._link.logits(self.likelihood, mean, covariance)
-        probs = self.likelihood.probabilities(logits)
-        return {"logits": mean, "variance": variance, "probs": probs}
+        return outputs, layer_inputs[0]
 
     def _store(self, name: str, value: Tensor | None) -> None:
         """Register a copy of a tensor as a buffer."""
