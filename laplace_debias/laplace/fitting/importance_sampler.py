@@ -233,14 +233,17 @@ class ImportanceSampler:
         cls, context: FitContext, batches: Iterator[Batch], forward_ratio: int
     ) -> "tuple[ImportanceSampler, SampledSums]":
         """Set the probes aside, and return a reader of the remaining data with empty sums."""
-        first_batches, steps = _first_batches(batches, context.ranks)
+        first_batches, sizes_by_step = _first_batches(batches, context.ranks)
         rank = context.ranks.rank
-        num_needed = min(_NUM_PROBES, sum(map(sum, steps)) // 2)
+        num_read = sum(map(sum, sizes_by_step))
+        num_missing = min(_NUM_PROBES, num_read // 2)
         own_probes: list[Inputs] = []
         remainders = []
-        for batch, sizes in zip(first_batches, steps, strict=True):
-            num_own = min(max(num_needed - sum(sizes[:rank]), 0), sizes[rank])
-            num_needed -= min(num_needed, sum(sizes))
+        for batch, sizes in zip(first_batches, sizes_by_step, strict=True):
+            # The probes are taken from the processes in turn, beginning with rank 0.
+            num_missing_here = max(num_missing - sum(sizes[:rank]), 0)
+            num_own = min(num_missing_here, sizes[rank])
+            num_missing -= min(num_missing, sum(sizes))
             if batch is None:
                 continue
             if num_own:
@@ -276,14 +279,14 @@ class ImportanceSampler:
             sizes = ranks.exchange(None if batch is None else batch.num_examples)
             if sizes.count(None) == len(sizes):
                 break
+            # A process whose data has ended still takes part in the exchanges of the others.
+            sizes = [0 if size is None else size for size in sizes]
             number = None
             if batch is not None:
                 number = batch.number
                 sums = replace(sums, num_batches=sums.num_batches + 1)
             with checks.during_batch(number):
-                sums = self._draw(
-                    sums, batch, [size or 0 for size in sizes], new_by_fold, generator
-                )
+                sums = self._draw(sums, batch, sizes, new_by_fold, generator)
         checks.read()
         num_drawn = sums.num_drawn
         folds = []
@@ -442,8 +445,9 @@ def _first_batches(
         examples of each process in each step.
     """
     batches: list[Batch | None] = []
-    steps: list[list[int]] = []
-    while sum(map(sum, steps)) < 2:
+    sizes_by_step: list[list[int]] = []
+    num_read = 0
+    while num_read < 2:
         batch = next(data, None)
         sizes = ranks.exchange(0 if batch is None else batch.num_examples)
         if not any(sizes):
@@ -452,8 +456,9 @@ def _first_batches(
                 'it needs at least two examples. Use `mode="full"`.'
             )
         batches.append(batch)
-        steps.append(sizes)
-    return batches, steps
+        sizes_by_step.append(sizes)
+        num_read += sum(sizes)
+    return batches, sizes_by_step
 
 
 def _sum_of_both(first: Factors, second: Mapping[Block, Factor]) -> Factors:
