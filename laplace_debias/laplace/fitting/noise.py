@@ -90,15 +90,17 @@ def _residual_deviations(
                 chunk_sums = _chunk_sums(context, batch.take(slice(start, start + _CHUNK)))
                 sums = chunk_sums if sums is None else sums + chunk_sums
     checks.read()
-    process_sums = context.ranks.exchange(None if sums is None else sums.tolist())
-    process_sums = [numbers for numbers in process_sums if numbers is not None]
-    squares, output_squares, counts = torch.tensor(process_sums, dtype=torch.float64).sum(0)
+    sums_by_rank = context.ranks.exchange(None if sums is None else sums.tolist())
+    # A process without examples has no sums.
+    numbers = [rank_sums for rank_sums in sums_by_rank if rank_sums is not None]
+    totals = torch.tensor(numbers, dtype=torch.float64).sum(0)
+    residual_squares, output_squares, weights = totals
     # Residuals this small result from rounding of outputs and targets, so they count as zero.
     rounding = _ROUNDINGS * torch.finfo(context.dtype).eps
-    is_zero = squares <= rounding**2 * output_squares
-    if not counts.all() or is_zero.any():
+    is_zero = residual_squares <= rounding**2 * output_squares
+    if not weights.all() or is_zero.any():
         return None
-    return (squares / counts).sqrt()
+    return (residual_squares / weights).sqrt()
 
 
 def _chunk_sums(context: FitContext, chunk: Batch) -> Float[Tensor, "3 outputs"]:
