@@ -46,7 +46,9 @@ class FitStream:
             any_counts = any_counts or self.likelihood.counts_any(batch.targets)
             yield replace(batch, first_index=first_index)
         by_rank = ranks.exchange((num_batches, any_counts))
-        if any(number for number, _ in by_rank) and not any(counts for _, counts in by_rank):
+        has_batches = any(number > 0 for number, _ in by_rank)
+        has_targets = any(any_counts for _, any_counts in by_rank)
+        if has_batches and not has_targets:
             description = self.description
             ignored = getattr(self.likelihood, "ignore_index", None)
             if ignored is not None:
