@@ -234,13 +234,16 @@ class _Reads:
         cls, mode: str, folds: int | None, loader: Batches, structure: CurvatureStructure
     ) -> "_Reads":
         """Determine how a fit in this mode reads a loader."""
+        fit_mode = MODES[mode]
+        # `"debiased"` reads one batch for the directions and one for the magnitudes, so each of its
+        # passes reads one batch.
         num_batches: int | None = 1
-        if MODES[mode].num_first_batches is None:
+        if fit_mode.num_first_batches is None:
             num_batches = len(loader) if isinstance(loader, Sized) else None
         num_folds = 1
-        if MODES[mode].takes_folds:
+        if fit_mode.takes_folds:
             num_folds = folds or FOLDS
-        return cls(MODES[mode].is_debiased, num_batches, num_folds, structure.reads_folds_together)
+        return cls(fit_mode.is_debiased, num_batches, num_folds, structure.reads_folds_together)
 
     @property
     def num_parts(self) -> int | None:
