@@ -64,8 +64,10 @@ class PredictionContext:
             rows = values.flatten(0, 1)
             shape = values.shape[: 1 if self.positions.is_single else 2]
         num_outputs = rows.shape[1]
+        # Everything that is neither a sequence nor an array must be a number, which `whole` checks.
         is_sequence = isinstance(outputs, Sequence) and not isinstance(outputs, str)
-        if not is_sequence and getattr(outputs, "ndim", 0) == 0:
+        is_array = getattr(outputs, "ndim", 0) > 0
+        if not (is_sequence or is_array):
             num_chosen = whole(outputs, "outputs")
             if num_chosen > num_outputs:
                 raise ValueError(
