@@ -591,17 +591,14 @@ class Laplace(Predictor):
         self._require_same(metric=metric, grid=grid, method=method, sigma=sigma, link=link, per=per)
         self._require_same_posterior()
         if method == "marglik":
-            is_passed = {
-                "loader": loader is not None,
-                "generator": generator is not None,
-                "grid": grid is not None,
-                "link": link is not None,
-                "progress": progress,
-                "metric": metric != "nll",
-            }
-            unused = " and ".join(f"`{name}`" for name in is_passed if is_passed[name])
-            if unused:
-                raise ValueError(f'`method="marglik"` does not use {unused}. Remove {unused}.')
+            _refuse_unused(
+                loader=loader is not None,
+                generator=generator is not None,
+                grid=grid is not None,
+                link=link is not None,
+                progress=progress,
+                metric=metric != "nll",
+            )
             if isinstance(sigma, str):
                 raise ValueError(
                     f"sigma={sigma!r} requires held-out data. Pass a loader, or sigma=True."
@@ -958,11 +955,12 @@ class Laplace(Predictor):
                 '`method="map"` is the trained network, which has no samples. Use "glm", "glm-mc" '
                 'or "nn".'
             )
-        sampled = PredictionMethod(method, n, generator, positions, differentiable)
+        prediction_method = PredictionMethod(method, n, generator, positions, differentiable)
         fit = FitWithLink(self.fitted, None)
         with torch.inference_mode(False):
-            if not (joint and sampled.name == "glm"):
-                return fit.draws(x, sampled)
+            # The samples of the other methods are joint samples in any case.
+            if method != "glm" or not joint:
+                return fit.draws(x, prediction_method)
             mean, covariance = joint_moments(fit.fitted, x, None, positions)
             size = mean.numel()
             outputs = DenseOutputs(mean.unsqueeze(0), covariance.reshape(1, size, size))
@@ -996,8 +994,8 @@ class Laplace(Predictor):
         Raises:
             TypeError: If the likelihood is not for regression. Also raises the errors of `predict`.
         """
-        prediction = PredictionMethod(method, samples, generator, positions)
-        return FitWithLink(self.fitted, None).marginals(x, prediction)
+        prediction_method = PredictionMethod(method, samples, generator, positions)
+        return FitWithLink(self.fitted, None).marginals(x, prediction_method)
 
     @torch.inference_mode(False)
     def thin(
@@ -1333,8 +1331,9 @@ class Laplace(Predictor):
         While the search was running, other values may have been set, and another posterior fitted.
         """
         with _EXCHANGE:
-            state = self._state if tuned.tuning.sigma is None else tuned.fitted
             current = self._state
+            # A new noise also rescales the curvature, so the whole fit is taken over.
+            state = current if tuned.tuning.sigma is None else tuned.fitted
             prior = replace(current.prior, precision=tuned.fitted.prior.precision)
             link = tuned.tuning.link or current.link
             state = state.with_temperature(current.temperature)
@@ -1364,3 +1363,10 @@ class Laplace(Predictor):
         if method.is_closed_form and link is None:
             link = default_link_of_fit(fitted, x)
         return [FitWithLink(fitted, link)]
+
+
+def _refuse_unused(**is_passed: bool) -> None:
+    """Reject arguments of `tune` that `method="marglik"` does not use."""
+    unused = " and ".join(f"`{name}`" for name in is_passed if is_passed[name])
+    if unused:
+        raise ValueError(f'`method="marglik"` does not use {unused}. Remove {unused}.')
