@@ -407,14 +407,13 @@ def tempered_predictives(
     for link in links_used:
         temperatures.setdefault(link.name, []).append(link.temperature)
     for name, values in temperatures.items():
+        step = len(values)
         # All formulas except `pairwise` copy the moments for each temperature, so only a chunk of
         # temperatures is processed at a time.
-        step = len(values)
-        if name != "pairwise" or covariance is None:
-            entries = mean.numel()
-            if name != "probit" and covariance is not None:
-                entries = covariance.numel()
-            step = max(1, _MAX_ENTRIES[mean.device.type] // entries)
+        if covariance is None or name != "pairwise":
+            # Without a covariance, and for the probit link, only vectors are copied.
+            copied = mean if covariance is None or name == "probit" else covariance
+            step = max(1, _MAX_ENTRIES[mean.device.type] // copied.numel())
         for start in range(0, len(values), step):
             chunk = values[start : start + step]
             try:
