@@ -86,18 +86,7 @@ def _section(facts: Mapping[str, str], evaluation: Report | None) -> str:
     for name, fact in facts.items():
         lines.append(f"| {name} | {_cell(fact)} |")
     lines += ["", "### Calibration", ""]
-    if evaluation is None:
-        lines.append("It was not evaluated when it was saved.")
-    else:
-        lines += [
-            f"Metrics on held-out data, with {100 * evaluation.level:g} % intervals.",
-            "",
-            "| metric | value | low | high |",
-            "|---|---:|---:|---:|",
-        ]
-        for row in evaluation.rows():
-            numbers = [_number(row[key]) for key in ("value", "low", "high")]
-            lines.append(f"| {_cell(row['metric'])} | {' | '.join(numbers)} |")
+    lines += _calibration_lines(evaluation)
     lines += [
         "",
         "### Use",
@@ -112,6 +101,22 @@ def _section(facts: Mapping[str, str], evaluation: Report | None) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _calibration_lines(evaluation: Report | None) -> list[str]:
+    """Describe an evaluation in lines of Markdown."""
+    if evaluation is None:
+        return ["It was not evaluated when it was saved."]
+    lines = [
+        f"Metrics on held-out data, with {100 * evaluation.level:g} % intervals.",
+        "",
+        "| metric | value | low | high |",
+        "|---|---:|---:|---:|",
+    ]
+    for row in evaluation.rows():
+        numbers = [_number(row[key]) for key in ("value", "low", "high")]
+        lines.append(f"| {_cell(row['metric'])} | {' | '.join(numbers)} |")
+    return lines
 
 
 def _number(value: float | None) -> str:
