@@ -109,8 +109,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
                 add_single_products(into, *products, curvature, deltas, self._diagonal)
                 continue
             for examples, J, columns in self._jacobians(record, *directions):
-                column_curvature = curvature if columns is None else curvature[..., columns]
-                column_curvature = column_curvature[..., : J.shape[-2], : J.shape[-1]].flatten()
+                column_curvature = values_of_columns(curvature, J, columns)
                 rows = J.flatten(2)
                 total = into[:, examples]
                 if self._diagonal:
@@ -176,12 +175,28 @@ class BlockwiseAccumulator(CovarianceAccumulator):
                 add_outer_products(into, gradients, along, self._diagonal)
                 continue
             for examples, J, columns in self._jacobians(record, *directions):
-                weights = block_weights if columns is None else block_weights[..., columns]
-                weights = weights[..., : J.shape[-2], : J.shape[-1]].flatten()
+                weights = values_of_columns(block_weights, J, columns)
                 add_weighted_products(into[examples], J.flatten(2), weights, self._diagonal)
                 # Release the memory before the next Jacobians are computed.
                 del J
             del record
+
+
+def values_of_columns(
+    values: Float[Tensor, "*groups rows columns"],
+    J: Float[Tensor, "part outputs *groups some_rows some_columns"],
+    columns: Int[Tensor, " some_columns"] | None,
+) -> Float[Tensor, " d"]:
+    """Select the values for the columns of `J.flatten(2)`, which leaves out some that are zero.
+
+    Args:
+        values: One value for each direction of a block.
+        J: Jacobians of the block; see `Rotated`.
+        columns: The indices of the columns of J; None for all, or for the first ones.
+    """
+    if columns is not None:
+        values = values[..., columns]
+    return values[..., : J.shape[-2], : J.shape[-1]].flatten()
 
 
 def add_weighted_products(
