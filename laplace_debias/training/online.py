@@ -251,18 +251,15 @@ class OnlineCurvature:
                 f"are not enough for this. Call `update` at least {self.every + 1} times."
             )
         self._check_parameters()
-        state = self._state
         context = measurements.context
         trained = copy.deepcopy(unwrapped(self.model)).eval()
-        state = replace(
-            state,
-            spec=ModelSpec.checked(trained, state.spec.likelihood, None, state.spec.class_dim),
-        )
+        spec = self._state.spec
+        trained_spec = ModelSpec.checked(trained, spec.likelihood, None, spec.class_dim)
         curvature = CurvatureFit(
             self._running.mean_curvature(context), self._running.factors.totals
         )
         prepared = PreparedFit(
-            setup=state,
+            setup=replace(self._state, spec=trained_spec),
             parameters=measurements.parameters,
             context=context,
             size=size,
