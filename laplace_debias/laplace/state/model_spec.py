@@ -71,7 +71,8 @@ class ModelSpec:
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         on_device = [parameter for parameter in trainable.values() if not parameter.is_meta]
         if not on_device:
-            check_can_be_bayesian(*next(iter(trainable.items())))
+            name, parameter = next(iter(trainable.items()))
+            check_can_be_bayesian(name, parameter)  # raises an error, because it is offloaded
         return on_device[0]
 
     def network(self, names: Sequence[str]) -> nn.Module:
