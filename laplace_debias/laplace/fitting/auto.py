@@ -275,8 +275,8 @@ class Auto(Scheme):
             return StopReason.TOLERANCE
         if self.examples is not None and num_drawn >= self.examples:
             return StopReason.EXAMPLES
-        # The next round usually draws as many examples as all rounds so far, so it takes about twice
-        # as long as this one.
+        # The next round usually draws as many examples as all rounds so far, so it takes about
+        # twice as long as this one.
         if self.seconds is not None and ended + 2 * (ended - started) > self.seconds:
             return StopReason.SECONDS
         return None
