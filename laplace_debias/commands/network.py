@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
-from laplace_debias.sources.settings import NOT_COMPARED, AnySettings
+from laplace_debias.sources.settings import NOT_COMPARED, SourceSettings
+
+Settings = TypeVar("Settings", bound=SourceSettings)
 
 
 def check_output(path: Path, overwrite: bool) -> None:
@@ -25,7 +27,7 @@ def not_for(command: str, *names: str) -> dict[str, str]:
     return NOT_COMPARED | dict.fromkeys(names, f"`{command}` does not use these examples")
 
 
-def with_task_of(settings: AnySettings, posteriors: Sequence[Path]) -> AnySettings:
+def with_task_of(settings: Settings, posteriors: Sequence[Path]) -> Settings:
     """Return the settings with the task of saved posteriors, whose files are read completely.
 
     Raises:

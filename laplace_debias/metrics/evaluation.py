@@ -34,6 +34,7 @@ from laplace_debias.metrics.statistics import Statistic, with_examples
 
 Sets = Mapping[str, Float[Tensor, "..."]]
 Examples = Integer[Tensor, " n"]
+ExamplesOfSets = Mapping[str, Integer[Tensor, "..."]]
 
 
 def evaluate(
@@ -43,7 +44,7 @@ def evaluate(
     *,
     log_probs: Float[Tensor, " n"] | None = None,
     examples: Examples | None = None,
-    ood_examples: Mapping[str, Examples] | None = None,
+    ood_examples: ExamplesOfSets | None = None,
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
@@ -106,7 +107,7 @@ def evaluate_multilabel(
     *,
     log_probs: Float[Tensor, " n"] | None = None,
     examples: Examples | None = None,
-    ood_examples: Mapping[str, Examples] | None = None,
+    ood_examples: ExamplesOfSets | None = None,
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
@@ -179,7 +180,7 @@ def evaluate_regression(
     *,
     log_probs: Float[Tensor, " n"] | None = None,
     examples: Examples | None = None,
-    ood_examples: Mapping[str, Examples] | None = None,
+    ood_examples: ExamplesOfSets | None = None,
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
@@ -247,7 +248,7 @@ def evaluate_numbers(
     levels: Real | None = None,
     interval: tuple[Real, Real] | None = None,
     examples: Examples | None = None,
-    ood_examples: Mapping[str, Examples] | None = None,
+    ood_examples: ExamplesOfSets | None = None,
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:
@@ -361,7 +362,7 @@ def separation(
     scores_id: Tensor,
     scores_ood: Mapping[str, Tensor],
     examples: Examples | None,
-    ood_examples: Mapping[str, Examples] | None,
+    ood_examples: ExamplesOfSets | None,
 ) -> dict[str, Statistic]:
     """Compute the statistics `auroc_<name>`, `aupr_<name>` and so on for each OOD set."""
     ood_examples = ood_examples or {}

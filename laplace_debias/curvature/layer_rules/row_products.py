@@ -68,12 +68,12 @@ def row_moments(
 
 def _row_products(
     layer: nn.Conv2d, x: Float[Tensor, "batch channels height width"]
-) -> Float[Tensor, "rows size kernel_height*size"]:
+) -> Float[Tensor, "rows size columns"]:
     """Multiply each unfolded row of the padded image by itself and by the rows below it.
 
     Returns:
         The products of each row, summed over the examples and over the positions in the row, with
-        as many rows as the kernel is high. `size` is C·k_w.
+        as many rows as the kernel is high. `size` is C·k_w, and `columns` is k_h times as many.
     """
     kernel_height, kernel_width = layer.kernel_size
     column_stride = layer.stride[1]
@@ -103,7 +103,7 @@ def _row_products(
 
 
 def _sum_over_patches(
-    layer: nn.Conv2d, products: Float[Tensor, "rows size kernel_height*size"]
+    layer: nn.Conv2d, products: Float[Tensor, "rows size columns"]
 ) -> Float[Tensor, "kernel_height size kernel_height size"]:
     """Sum the products of the rows that each vertical offset of the kernel reads.
 
