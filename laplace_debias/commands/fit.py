@@ -9,7 +9,6 @@ from laplace_debias.curvature.structures import CurvatureName
 from laplace_debias.laplace.fitting.modes import ModeName, check_mode
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.system.settings import option
-from laplace_debias.system.shown import counted
 
 if TYPE_CHECKING:
     from laplace_debias.laplace import Laplace, Plan
@@ -91,6 +90,7 @@ def run(settings: Settings) -> "Laplace | Plan":
     from laplace_debias.laplace import Laplace
     from laplace_debias.sources import load
     from laplace_debias.sources.shares import share
+    from laplace_debias.system.shown import counted
 
     output = settings.output
     if not settings.plan:

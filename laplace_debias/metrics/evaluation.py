@@ -327,8 +327,8 @@ def evaluate_ood(
     scores_id: Float[Tensor, " num_id"],
     scores_ood: Float[Tensor, " num_ood"],
     *,
-    examples_id: Examples | None = None,
-    examples_ood: Examples | None = None,
+    examples_id: Integer[Tensor, " num_id"] | None = None,
+    examples_ood: Integer[Tensor, " num_ood"] | None = None,
     intervals: bool = True,
     level: float = 0.95,
 ) -> Report:

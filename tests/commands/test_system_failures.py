@@ -175,7 +175,7 @@ def test_a_warning_is_a_line_without_a_place_in_the_source(folder, processes):
     [
         ("killed", ["DataLoader worker (pid", "fewer --workers", "/dev/shm"]),
         ("crashing", ["DataLoader worker (pid", "or it crashed", "--workers=0"]),
-        ("raising", ["The data set failed", "OSError: image", "--workers=0 --traceback"]),
+        ("raising", ["The data set failed", "image 4 cannot", "--workers=0 --traceback"]),
     ],
 )
 def test_a_worker_that_dies_is_told_with_what_to_do(folder, data, texts, capfd):

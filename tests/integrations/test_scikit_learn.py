@@ -610,7 +610,7 @@ def test_skorch_nets_that_do_not_match_are_rejected():
             LaplaceRegressor,
             {"likelihood": "heteroscedastic"},
             ValueError,
-            r"\(1,\), but y has 1 targets. Pass a network with 1 means and 1 log-variances",
+            r"\(1,\), but y has 1 target. Pass a network with 1 means and 1 log-variances",
         ),
         (
             LaplaceRegressor,

@@ -100,7 +100,7 @@ def test_repeated_rows_do_not_narrow_the_intervals_of_numbers_and_labels():
     deviation = 0.5 + torch.rand(50, 2, generator=generator, dtype=torch.float64)
     far = 2 * deviation[:30]
     log_probs = -(mean - targets).square().sum(1)
-    levels = torch.rand(50, 1, generator=generator, dtype=torch.float64)
+    levels = torch.rand(50, 2, generator=generator, dtype=torch.float64)
     labels = (targets > 0).long()
     examples = torch.arange(50).repeat_interleave(7)
     ood_examples = {"far": torch.arange(30).repeat_interleave(7)}
@@ -247,6 +247,7 @@ def test_rows_of_a_report_of_an_earlier_version_are_independent():
         assert ends(found) == pytest.approx(ends(interval), nan_ok=True)
 
 
+@pytest.mark.usefixtures("unchecked")  # passes wrong types
 def test_wrong_examples_are_refused():
     a, b, labels, examples = dependent(20, seeded())
     for wrong in (examples[1:], examples.double(), examples[:, None]):

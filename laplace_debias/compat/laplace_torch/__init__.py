@@ -6,7 +6,6 @@ without an equivalent raise an error; the reference page of this module lists th
 replacements.
 """
 
-import sys
 from typing import NoReturn
 
 from laplace_debias.compat.laplace_torch.absent import ABSENT_CLASSES
@@ -41,14 +40,10 @@ def __getattr__(name: str) -> NoReturn:
     """Raise an error that explains what to use instead of a missing class of laplace-torch.
 
     Raises:
-        ImportError: If the statement `from ... import` asks for a class of laplace-torch, because
-            Python would replace the message of an `AttributeError`.
-        AttributeError: Otherwise, so that `hasattr` returns False.
+        ImportError: For a class of laplace-torch, because Python would replace the message of an
+            `AttributeError`.
+        AttributeError: For any other name.
     """
-    if name not in ABSENT_CLASSES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    message = f"{__name__} has no {name}. {ABSENT_CLASSES[name]}"
-    # This function of importlib asks for the names in `from ... import`.
-    if sys._getframe(1).f_code.co_name == "_handle_fromlist":
-        raise ImportError(message)
-    raise AttributeError(message)
+    if name in ABSENT_CLASSES:
+        raise ImportError(f"{__name__} has no {name}. {ABSENT_CLASSES[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
