@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 from laplace_debias.commands.network import check_output, not_for, print_notes, with_task_of
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.system.settings import check_at_least, option
-from laplace_debias.system.shown import counted
 
 _SUFFIXES = (".parquet", ".csv")
 
@@ -83,6 +82,7 @@ def run(settings: Settings) -> Any:
     from laplace_debias.sources.splits import batches_of
     from laplace_debias.system.files import written_atomically
     from laplace_debias.system.ranks import process_group
+    from laplace_debias.system.shown import counted
 
     check_output(settings.output, settings.overwrite)
     # Check the files first, because reading the data can take minutes.
