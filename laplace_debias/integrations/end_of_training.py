@@ -233,7 +233,7 @@ class PosteriorAtEnd:
     def check(self, la: Laplace, train_loader: Any, validation_loader: Any) -> None:
         """Check the loaders, and their first batches as a fit does, before training starts.
 
-        The training is not affected. Therefore, the first batch of a stream is not read.
+        The first batch of a stream is not read, because the training would then start without it.
 
         Args:
             la: An unfitted posterior of the network.

@@ -158,7 +158,7 @@ def _inputs_and_targets(batch: Mapping[str, Any], target_name: str) -> tuple[dic
 
 
 def _check_problem_type(problem_type: str | None, likelihood: str | Likelihood) -> None:
-    """Require another likelihood than classification if the model's loss is another one.
+    """Reject the likelihood of a classification if the model's loss is a different one.
 
     Raises:
         ValueError: If the model's loss is for several labels or for a regression, but the

@@ -173,7 +173,7 @@ def check_real(tensors: Mapping[str, Float[Tensor, "..."]]) -> None:
 def check_examples(
     examples: Integer[Tensor, " n"] | None, rows: Shaped[Tensor, "n ..."], name: str
 ) -> None:
-    """Check the example of each row, if there is one: an integer per row."""
+    """Check that `examples`, unless it is None, has one integer for each row."""
     if examples is None:
         return
     check_tensor(examples, name)

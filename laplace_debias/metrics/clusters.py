@@ -34,7 +34,7 @@ def by_example(
 def effective_size(values: Shaped[Tensor, " n"], examples: Integer[Tensor, " n"] | None) -> float:
     """Compute how many independent rows would give the mean of `values` the same variance.
 
-    This number is between 1 and n for positively dependent rows; it is limited to n. If all values
+    The number is at most n, even if the rows of an example are negatively dependent. If all values
     are equal, it is the number of examples.
 
     Reference:

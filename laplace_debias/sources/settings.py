@@ -51,8 +51,8 @@ class SourceSettings(CommandSettings):
         standardise: Standardise a table's features by the mean and standard deviation of its
             training rows.
         task: The likelihood of the outputs: a name, or the import path of your own likelihood, such
-            as `my_pkg.likelihoods:Binomial`. By default, it is the task of the saved posterior or
-            else inferred from the data.
+            as `my_pkg.likelihoods:Binomial`. By default, it is the task of the saved posterior
+            or, without a posterior, the one that the data suggest.
         held_out: If the data is not split, the fraction of the examples, 0 … 0.5, that is held out
             for validation. The same fraction is held out for the test. The seed determines these
             examples.

@@ -183,8 +183,7 @@ class Conformal:
     are exchangeable. It holds on average over examples (with `groups`, within each group) and over
     the draw of the calibration data. If outputs have positions, it holds on average over positions,
     which may be dependent, of examples that have at most as many as the longest calibration
-    example. The posterior determines how the size of the sets varies
-    between inputs.
+    example. The posterior determines how the size of the sets varies between inputs.
 
     - Classes: adaptive sets of the most probable classes (`mass_above`).
     - Regression: mean ± q · standard deviation of the predictive, which includes the noise, with a
@@ -552,7 +551,7 @@ class Conformal:
 
 
 def _is_same(value: Any, calibrated: Any) -> bool:
-    """Say whether two values are equal, or equal up to rounding if both are numbers.
+    """Return whether two values are equal, up to rounding if both are floating-point numbers.
 
     A log-determinant that was computed on a different machine has other last digits.
     """
