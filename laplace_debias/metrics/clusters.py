@@ -35,7 +35,8 @@ def effective_size(values: Shaped[Tensor, " n"], examples: Integer[Tensor, " n"]
     """Compute how many independent rows would give the mean of `values` the same variance.
 
     The number is at most n, even if the rows of an example are negatively dependent. If all values
-    are equal, it is the number of examples.
+    are equal, it is the number of examples. It is 1 for a single example, because its rows do not
+    show how much examples differ.
 
     Reference:
         Franco, Little, Louis, Slud. Comparative study of confidence intervals for proportions in
@@ -45,7 +46,7 @@ def effective_size(values: Shaped[Tensor, " n"], examples: Integer[Tensor, " n"]
         return len(values)
     of_examples = by_example(values, examples)
     variance = values.double().var(correction=0)
-    if variance == 0:
+    if variance == 0 or len(of_examples) == 1:
         return len(of_examples)
     variance_of_mean = of_examples.var(correction=0) / len(of_examples)
     return min((variance / variance_of_mean).item(), len(values))

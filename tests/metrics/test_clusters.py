@@ -247,6 +247,15 @@ def test_rows_of_a_report_of_an_earlier_version_are_independent():
         assert ends(found) == pytest.approx(ends(interval), nan_ok=True)
 
 
+def test_rows_of_a_single_example_count_once():
+    """Their mean has no variance over examples, so they seemed to be independent."""
+    a, _, labels, _ = dependent(100, seeded(), rows=torch.ones(100, dtype=torch.long))
+    of_one_example = metrics.evaluate(a, labels, examples=torch.zeros(100, dtype=torch.long))
+    single = metrics.evaluate(a[:1], a[:1].argmax(1))
+    accuracy = of_one_example["accuracy"]
+    assert accuracy.high - accuracy.low > 0.9 * (single["accuracy"].high - single["accuracy"].low)
+
+
 @pytest.mark.usefixtures("unchecked")  # passes wrong types
 def test_wrong_examples_are_refused():
     a, b, labels, examples = dependent(20, seeded())
