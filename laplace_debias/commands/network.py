@@ -47,6 +47,10 @@ def with_task_of(settings: Settings, posteriors: Sequence[Path]) -> Settings:
                     "not in the file. Pass its import path as --task."
                 )
             continue
+        if settings.task is not None and settings.task not in LIKELIHOODS:
+            # The object at an import path may be of this task with other options. `Loaded` compares
+            # its name, once it has been imported.
+            continue
         if settings.task not in (None, task):
             raise ValueError(
                 f"{path} was fitted with --task={task}, but this command uses "

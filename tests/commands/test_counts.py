@@ -232,6 +232,15 @@ def test_a_posterior_of_another_task_is_refused(counts, capsys):
         assert "was fitted with --task=poisson, but this command uses --task=regression" in message
 
 
+def test_the_import_path_of_a_task_may_be_repeated(counts, capsys):
+    task = "--task=laplace_debias:Poisson"
+    run_json(capsys, "fit", *COMMON, task, "--output=p.safetensors")
+    run_json(capsys, "predict", *COMMON, task, POSTERIOR, "--output=p.csv")
+    other = "--task=laplace_debias:Gaussian"
+    assert main(["predict", *COMMON, other, POSTERIOR, "--output=q.csv"]) == 2
+    assert "was fitted with --task=poisson" in capsys.readouterr().err
+
+
 def test_commands_on_a_saved_posterior_use_its_task(counts, capsys):
     run_json(capsys, "fit", *COMMON, "--task=poisson", "--output=p.safetensors")
     for task, output in ((["--task=poisson"], "named.csv"), ([], "saved.csv")):
