@@ -492,6 +492,14 @@ def test_a_loaded_state_keeps_the_backend():
     assert torch.equal(la.posterior_variance, loaded.posterior_variance)
 
 
+@pytest.mark.parametrize(("structure", "size"), [("diag", 32), ("full", 32), ("full", 4)])
+def test_the_prior_precision_of_each_parameter_is_known_before_the_fit(structure, size):
+    precision = torch.rand(size, generator=torch.Generator().manual_seed(3)).double() + 0.1
+    options = {"subset_of_weights": "all", "hessian_structure": structure}
+    ours, theirs = both_libraries("regression", prior_precision=precision, **options)
+    close(ours.prior_precision_diag, theirs.prior_precision_diag)
+
+
 @pytest.mark.parametrize("subset", SUBSETS)
 @pytest.mark.parametrize("structure", ["diag", "full"])
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)

@@ -10,6 +10,7 @@ from torch import Tensor
 from laplace_debias.laplace.gaussian_prior import GaussianPrior
 from laplace_debias.laplace.laplace import Laplace
 from laplace_debias.laplace.state.fitted import FittedPosterior
+from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
 from laplace_debias.laplace.tuning import evidence
 from laplace_debias.linalg import diagonal
@@ -61,7 +62,7 @@ class ParameterwisePrior:
             if fitted.prior.mean is not None:
                 mean = fitted.prior.mean.to(self.precisions)
             parameters = fitted.parameters
-            precisions = by_parameter(self.precisions, fitted)
+            precisions = by_parameter(self.precisions, parameters, fitted.spec)
             prior = GaussianPrior(mean.expand(parameters.size), precisions, parameters.names)
             latest = fitted, Laplace.from_posterior(prior.applied_to(fitted))
             self._latest = latest
@@ -69,15 +70,15 @@ class ParameterwisePrior:
 
 
 def by_parameter(
-    precisions: Float[Tensor, " precisions"], fitted: FittedPosterior
+    precisions: Float[Tensor, " precisions"], parameters: ParameterBlocks, spec: ModelSpec
 ) -> Float[Tensor, " parameters"]:
     """Repeat the precision of each weight or bias for all of its entries.
 
     Precisions of which there is already one per parameter are returned unchanged.
     """
-    if len(precisions) == fitted.parameters.size:
+    if len(precisions) == parameters.size:
         return precisions
-    sizes = fitted.parameters.layout(fitted.spec.plain_model).sizes
+    sizes = parameters.layout(spec.plain_model).sizes
     return precisions.repeat_interleave(torch.tensor(sizes, device=precisions.device))
 
 
@@ -95,7 +96,7 @@ def parameterwise_log_marginal_likelihood(
         precisions: The prior precisions, one per parameter, or one per weight or bias.
         log_factor: The logarithm of the factor by which the noise of the fit is multiplied.
     """
-    precisions = by_parameter(precisions, fitted)
+    precisions = by_parameter(precisions, fitted.parameters, fitted.spec)
     data_precision = (-2 * log_factor).exp() * _data_precision(fitted)
     if data_precision.ndim == 1:
         log_det = (data_precision + precisions).log().sum()

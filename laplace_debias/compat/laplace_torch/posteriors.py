@@ -513,10 +513,11 @@ class Laplace:
     @property
     def prior_precision_diag(self) -> Float[Tensor, " parameters"]:
         """The prior precision of each parameter."""
-        fitted = self._fit.fitted
-        if self._prior is not None:
-            return by_parameter(self._prior.precisions, fitted)
-        return fitted.posterior.by_parameter(fitted.posterior.deltas())
+        state = self._fit.state
+        if self._prior is not None and state.parameters is not None:
+            return by_parameter(self._prior.precisions, state.parameters, state.spec)
+        posterior = self._fit.posterior
+        return posterior.by_parameter(posterior.deltas())
 
     @property
     def prior_mean(self) -> Float[Tensor, ""] | Float[Tensor, " parameters"]:
