@@ -33,6 +33,7 @@ from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.curvature.structures import curvature_structure
 from laplace_debias.laplace import Laplace
 from laplace_debias.laplace.fitting.auto import Auto
+from laplace_debias.laplace.state.parameter_blocks import UnusedParametersError
 from laplace_debias.laplace.tuning.result import Tuning
 from laplace_debias.metrics import Report
 from laplace_debias.system.ranks import process_group
@@ -257,6 +258,10 @@ class PosteriorAtEnd:
         try:
             # A fit with `mode="auto"` runs like cross-fitting, but cannot be planned.
             plan = la.plan(batches, "crossfit" if self.mode == "auto" else self.mode)
+        except UnusedParametersError as error:
+            # Other batches may use the parameters, as in a mixture of experts.
+            warn(f"The fit at the end of training fails if its data is like this batch. {error}")
+            return
         except Exception as error:
             error.add_note(f"The posterior was checked on the first batch of the {purpose} data.")
             raise

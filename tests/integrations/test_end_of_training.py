@@ -604,6 +604,36 @@ def test_the_checks_warn_if_memory_is_too_small(monkeypatch):
         settings.check(settings.unfitted(mlp().eval()), TRAIN, None)
 
 
+class Gated(nn.Module):
+    """Two experts; the sign of the first input decides which of them an example uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(4, 8), nn.Linear(4, 8)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        hidden = x.new_zeros(len(x), 8)
+        for index, expert in enumerate(self.experts):
+            (rows,) = torch.where((x[:, 0] > 0) == bool(index))
+            if len(rows):
+                hidden = hidden.index_put((rows,), expert(x[rows]))
+        return self.head(hidden.tanh())
+
+
+def test_the_checks_accept_an_expert_that_the_first_batch_does_not_use():
+    x, y = TRAIN.dataset.tensors
+    order = x[:, 0].argsort()
+    loader = DataLoader(TensorDataset(x[order], y[order]), 50)
+    names = ["experts.0.weight", "experts.1.weight", "head.weight"]
+    settings = PosteriorAtEnd("classification", "full", tune=False, options={"params": names})
+    la = settings.unfitted(Gated().eval())
+    with pytest.warns(UserWarning, match=r"fails if its data is like this.*experts\.1\.weight"):
+        settings.check(la, loader, None)
+    settings.fit(la, loader, None)
+    assert len(la.mean) == 4 * 8 * 2 + 8 * 3
+
+
 def test_lightning_accepts_a_dictionary_with_one_loader(lightning, tmp_path, unchecked):
     from laplace_debias.integrations.lightning import LaplaceCallback
 

@@ -28,6 +28,10 @@ from laplace_debias.operators import ParameterLayout
 from laplace_debias.system.shown import warn
 
 
+class UnusedParametersError(ValueError):
+    """Selected parameters on which the outputs for the examples that were read do not depend."""
+
+
 @dataclass(frozen=True, eq=False)
 class ParameterBlocks:
     """The Bayesian parameters, divided into the blocks whose curvature is measured.
@@ -152,7 +156,7 @@ def _report_unused(unused: Sequence[str], may_leave_out: bool, saw_all_data: boo
     """Warn that parameters on which the outputs do not depend are left out, or raise an error.
 
     Raises:
-        ValueError: If they may not be left out.
+        UnusedParametersError: If they may not be left out.
     """
     outputs = "outputs" if saw_all_data else "outputs of the first batch"
     reason = (
@@ -160,7 +164,7 @@ def _report_unused(unused: Sequence[str], may_leave_out: bool, saw_all_data: boo
         "operations (an unused branch, `detach`, `no_grad`)"
     )
     if not may_leave_out:
-        raise ValueError(f"{reason}. Exclude them with `{leaving_out(unused)}`.")
+        raise UnusedParametersError(f"{reason}. Exclude them with `{leaving_out(unused)}`.")
     warn(
         f"{reason}, so they are excluded from the posterior. To avoid this warning, pass "
         f"`{leaving_out(unused)}`, or freeze them with requires_grad_(False)."
