@@ -3,6 +3,7 @@
 import copy
 import itertools
 import random
+import warnings
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -257,7 +258,10 @@ class PosteriorAtEnd:
         """Check batches by planning a fit to them, and warn if memory is likely to be too small."""
         try:
             # A fit with `mode="auto"` runs like cross-fitting, but cannot be planned.
-            plan = la.plan(batches, "crossfit" if self.mode == "auto" else self.mode)
+            with warnings.catch_warnings():
+                # The fit may read examples that use these parameters, and warns if it does not.
+                warnings.filterwarnings("ignore", "The outputs of the first batch do not depend on")
+                plan = la.plan(batches, "crossfit" if self.mode == "auto" else self.mode)
         except UnusedParametersError as error:
             # Other batches may use the parameters, as in a mixture of experts.
             warn(f"The fit at the end of training fails if its data is like this batch. {error}")

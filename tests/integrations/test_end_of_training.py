@@ -632,6 +632,10 @@ def test_the_checks_accept_an_expert_that_the_first_batch_does_not_use():
         settings.check(la, loader, None)
     settings.fit(la, loader, None)
     assert len(la.mean) == 4 * 8 * 2 + 8 * 3
+    settings = PosteriorAtEnd("classification", "full", tune=False, options={})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        settings.check(settings.unfitted(Gated().eval()), loader, None)
 
 
 def test_lightning_accepts_a_dictionary_with_one_loader(lightning, tmp_path, unchecked):
