@@ -36,7 +36,8 @@ def effective_size(values: Shaped[Tensor, " n"], examples: Integer[Tensor, " n"]
 
     The number is at most n, even if the rows of an example are negatively dependent. If all values
     are equal, it is the number of examples. It is 1 for a single example, because its rows do not
-    show how much examples differ.
+    show how much examples differ. With fewer than ten examples, the number is uncertain, and
+    intervals that are based on it are too narrow.
 
     Reference:
         Franco, Little, Louis, Slud. Comparative study of confidence intervals for proportions in
