@@ -279,9 +279,9 @@ class CommandLine(Generic[Settings]):
             ) from error
         content = parsed_yaml(text, str(path))
         if not isinstance(content, Mapping):
-            found = "is empty" if content is None else f"contains {str(content)[:60]!r}"
+            state = "is empty" if content is None else f"contains {str(content)[:60]!r}"
             raise ValueError(
-                f"{path} must contain options, but {found}. Write "
+                f"{path} must contain options, but {state}. Write "
                 "`OPTION: VALUE` for each option, on a separate line."
             )
         values = {}

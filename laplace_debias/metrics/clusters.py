@@ -45,9 +45,9 @@ def effective_size(values: Shaped[Tensor, " n"], examples: Integer[Tensor, " n"]
     """
     if examples is None:
         return len(values)
-    of_examples = by_example(values, examples)
+    influence_of_examples = by_example(values, examples)
     variance = values.double().var(correction=0)
-    if variance == 0 or len(of_examples) == 1:
-        return len(of_examples)
-    variance_of_mean = of_examples.var(correction=0) / len(of_examples)
+    if variance == 0 or len(influence_of_examples) == 1:
+        return len(influence_of_examples)
+    variance_of_mean = influence_of_examples.var(correction=0) / len(influence_of_examples)
     return min((variance / variance_of_mean).item(), len(values))

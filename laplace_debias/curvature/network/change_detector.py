@@ -40,13 +40,14 @@ class ChangeDetector:
         Returns:
             The snapshot, or None if the model has changed or nothing is remembered.
         """
-        modules, frozen = self._modules, self._frozen
+        modules = self._modules
+        frozen = self._frozen
         if self._mean is not mean or frozen is None or modules is None:
             return None
         # The snapshot compares the places of all tensors, so only their entries may have changed.
         if not modules.is_current(model) or not frozen.are_unchanged():
             return None
-        if not all(parameter.equal(part) for parameter, part in self._parameters):
+        if not all(parameter.equal(mean_values) for parameter, mean_values in self._parameters):
             return None
         return modules
 
@@ -94,10 +95,10 @@ class ChangeDetector:
         self._mean = None
         # In half precision, the parameters have to be converted before they are compared.
         if all(parameter.dtype == mean.dtype for parameter in parameters):
-            parts = mean.split([parameter.numel() for parameter in parameters])
+            parameter_means = mean.split([parameter.numel() for parameter in parameters])
             self._parameters = [
-                (parameter.detach(), part.view(parameter.shape))
-                for parameter, part in zip(parameters, parts, strict=True)
+                (parameter.detach(), mean_values.view(parameter.shape))
+                for parameter, mean_values in zip(parameters, parameter_means, strict=True)
             ]
             self._mean = mean
         if self._modules is None or not self._modules.is_current(model):

@@ -321,8 +321,10 @@ def _for_all(
         predictions.append(rows)
         counted = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
         first_rows.append(is_first_of_example(batch.num_examples, counted))
-    own = [torch.cat(predictions), torch.cat(first_rows)] if predictions else None
-    columns = process_group().on_all(own)
+    local_columns = None
+    if predictions:
+        local_columns = [torch.cat(predictions), torch.cat(first_rows)]
+    columns = process_group().on_all(local_columns)
     if columns is None:
         raise ValueError(
             f"The OOD loader {name!r} has no batches. Pass a loader with at least one batch."
