@@ -107,8 +107,10 @@ class _LaplaceEstimator(BaseEstimator):
         loss = self.network.initialized_instance(
             self.network.criterion, self.network.get_params_for("criterion")
         )
-        weights = [getattr(loss, name, None) for name in ("weight", "pos_weight")]
-        if weights != [None, None] or getattr(loss, "label_smoothing", 0) > 0:
+        has_weights = any(
+            getattr(loss, name, None) is not None for name in ("weight", "pos_weight")
+        )
+        if has_weights or getattr(loss, "label_smoothing", 0) > 0:
             raise ValueError(
                 "The criterion of the skorch net has weights or label smoothing, which the "
                 "posterior would not have. Train the net, and fit `Laplace(net.module_, "

@@ -79,7 +79,7 @@ class Loaded:
         la = Laplace.load(path, model or self.model, likelihood=own_likelihood)
         if la.likelihood.name != self.likelihood.name:
             raise ValueError(
-                f"{path} was fitted with --task={la.likelihood.name}, but this command has "
-                f"--task={self.task}. Pass the task of the fit."
+                f"{path} was fitted with --task={la.likelihood.name}, but this command uses "
+                f"--task={self.task}. Leave out --task, or pass the task of the fit."
             )
         return la

@@ -115,20 +115,26 @@ def test_what_is_made_in_inference_mode_can_be_differentiated_outside(make, tmp_
     la.posterior.log_prob(theta).backward()
 
 
-def test_layers_that_cannot_be_vectorised_are_differentiated_one_example_after_the_other():
-    class LastState(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(2, 3, batch_first=True)
-            self.head = nn.Linear(3, 2)
+class LastState(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(2, 3, batch_first=True)
+        self.head = nn.Linear(3, 2)
 
-        def forward(self, x):
-            return self.head(self.lstm(x)[0][:, -1])
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
 
+
+def fitted_to_sequences():
+    """A posterior of a network with a recurrent layer, which vmap cannot run, and its inputs."""
     torch.manual_seed(0)
     x = torch.randn(8, 4, 2, dtype=torch.float64)
     y = torch.randn(8, 2, dtype=torch.float64)
-    la = Laplace(LastState().double().eval(), "regression", sigma=1.0).fit([(x, y)])
+    return Laplace(LastState().double().eval(), "regression", sigma=1.0).fit([(x, y)]), x
+
+
+def test_layers_that_cannot_be_vectorised_are_differentiated_one_example_after_the_other():
+    la, x = fitted_to_sequences()
     covariance = la.functional(x[:3], differentiable=True)[1]
     torch.testing.assert_close(covariance, la.functional(x[:3])[1])
     inputs = x[:2].clone().requires_grad_()
@@ -221,19 +227,7 @@ def test_a_sampled_subnetwork_has_the_gradients_of_autograd():
 
 
 def test_sampled_layers_that_cannot_be_vectorised_have_the_gradients_of_autograd():
-    class LastState(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm = nn.LSTM(2, 3, batch_first=True)
-            self.head = nn.Linear(3, 2)
-
-        def forward(self, x):
-            return self.head(self.lstm(x)[0][:, -1])
-
-    torch.manual_seed(0)
-    x = torch.randn(8, 4, 2, dtype=torch.float64)
-    y = torch.randn(8, 2, dtype=torch.float64)
-    la = Laplace(LastState().double().eval(), "regression", sigma=1.0).fit([(x, y)])
+    la, x = fitted_to_sequences()
     assert_gradients_through_sampled_networks(la, x[:2].clone().requires_grad_())
 
 
