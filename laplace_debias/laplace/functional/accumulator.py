@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -24,12 +23,7 @@ class CovarianceAccumulator(ABC):
         prior_precisions: δ of every block at every grid point, `[P, blocks]`.
         diagonal: Whether to compute only variances.
         jacobians: A function that computes Jacobians.
-
-    Attributes:
-        separates_outputs: Whether each output has its own posterior.
     """
-
-    separates_outputs: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -44,6 +38,11 @@ class CovarianceAccumulator(ABC):
         self.prior_precisions = prior_precisions
         self._diagonal = diagonal
         self._jacobians = jacobians
+        self._read_directions()
+
+    @abstractmethod
+    def _read_directions(self) -> None:
+        """Read the directions of each block from the posterior."""
 
     @property
     def kept_row_bytes(self) -> int:

@@ -1,25 +1,20 @@
 """Functional covariance of a posterior that is block-diagonal."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from laplace_debias.curvature.layer_rules import Block, Site
+from laplace_debias.curvature.layer_rules import Site
 from laplace_debias.curvature.layers.forward_pass import ForwardPass
-from laplace_debias.curvature.layers.jacobians import (
-    Jacobians,
-    rotated_jacobians,
-    single_products,
-)
+from laplace_debias.curvature.layers.jacobians import rotated_jacobians, single_products
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.laplace.functional.accumulator import CovarianceAccumulator
 from laplace_debias.laplace.functional.last_layer import LastLayer
 from laplace_debias.laplace.functional.linear_head import LinearHead
-from laplace_debias.laplace.state.posterior import GaussianPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.directions import Directions
 
@@ -44,20 +39,13 @@ _SPLIT = defaultdict(lambda: 2**8, cpu=2**62)
 class BlockwiseAccumulator(CovarianceAccumulator):
     """The covariance under a block-diagonal posterior, computed in the eigenbasis of each block."""
 
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        posterior: GaussianPosterior,
-        prior_precisions: Float[Tensor, "grid blocks"],
-        diagonal: bool,
-        jacobians: Jacobians = rotated_jacobians,
-    ) -> None:
-        super().__init__(blocks, posterior, prior_precisions, diagonal, jacobians)
-        self._indices = {block: index for index, block in enumerate(blocks)}
+    def _read_directions(self) -> None:
+        """Read the directions of each block, and prepare to keep quantities of the blocks."""
+        self._indices = {block: index for index, block in enumerate(self.blocks)}
         self._operators: list[EigenKronecker] = []
         self._directions: list[tuple[Directions, Directions]] = []
-        for block in blocks:
-            operator = posterior.curvature.blocks[block.name]
+        for block in self.blocks:
+            operator = self.posterior.curvature.blocks[block.name]
             assert isinstance(operator, EigenKronecker)
             self._operators.append(operator)
             directions = operator.output_directions, operator.input_directions

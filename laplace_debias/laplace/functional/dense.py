@@ -1,6 +1,6 @@
 """Functional covariance of posteriors whose directions span all parameters together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from jaxtyping import Float, Int
@@ -9,7 +9,7 @@ from torch import Tensor
 from laplace_debias.curvature.fits.dense import DENSE_BLOCK
 from laplace_debias.curvature.fits.inducing import InducingDirections, block_rows
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.layers.jacobians import Jacobians, dense_jacobians, rotated_jacobians
+from laplace_debias.curvature.layers.jacobians import dense_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.structures.base import CurvatureBlock
 from laplace_debias.laplace.functional.accumulator import CovarianceAccumulator
@@ -40,17 +40,6 @@ class DenseAccumulator(CovarianceAccumulator):
     _root: Float[Tensor, "k k"] | None
     # Whether rows of J have components outside the directions.
     _leaves_residual: bool
-
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        posterior: GaussianPosterior,
-        prior_precisions: Float[Tensor, "grid blocks"],
-        diagonal: bool,
-        jacobians: Jacobians = rotated_jacobians,
-    ) -> None:
-        super().__init__(blocks, posterior, prior_precisions, diagonal, jacobians)
-        self._read_directions()
 
     def _read_directions(self) -> None:
         """Read the directions of each block, and compute the factor that makes them orthonormal."""
@@ -172,8 +161,6 @@ class KernelAccumulator(DenseAccumulator):
 
 class IndependentAccumulator(KernelAccumulator):
     """The variances of outputs that have separate posteriors, and are therefore uncorrelated."""
-
-    separates_outputs = True
 
     def add(
         self,

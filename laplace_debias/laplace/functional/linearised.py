@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -75,7 +74,7 @@ def moments(
             covariance does not fit into the memory bound.
     """
     posterior = fitted.posterior
-    if kind == "differences" and accumulator_class(posterior).separates_outputs:
+    if kind == "differences" and fitted.config.structure.has_independent_outputs:
         # Each output has its own posterior, so the variance of a difference between two outputs
         # cannot be computed from a single one.
         kind = "covariance"
@@ -163,9 +162,9 @@ def _moments_in_chunks(
     # The accumulator has the blocks of the layers, even if the posterior has only one dense block.
     prepared = context.prepared
     tap = Tap(context.network, accumulator.blocks) if prepared is None else prepared.tap
-    method: _Differentiation
+    method: _OutputDifferentiation | _HeadDifferentiation
     if context.head is None:
-        method = _OutputDifferentiation(tap, accumulator, request)
+        method = _OutputDifferentiation(accumulator, request)
     else:
         assert isinstance(accumulator, BlockwiseAccumulator)
         method = _HeadDifferentiation(tap, accumulator, request, context.head)
@@ -229,7 +228,7 @@ class _Chunk:
 def _forward_in_chunks(
     context: PredictionContext,
     tap: Tap,
-    method: "_Differentiation",
+    method: "_OutputDifferentiation | _HeadDifferentiation",
     request: CovarianceRequest,
 ) -> Iterator[_Chunk]:
     """Run the network on one chunk of examples after another.
@@ -275,30 +274,15 @@ def _chunk(
     return _Chunk(forward_pass, indices, model_indices, size.columns)
 
 
-@runtime_checkable
-class _Differentiation(Protocol):
-    """A way to compute the covariances of the outputs of a forward pass."""
-
-    def chunk_size(self, forward_pass: ForwardPass) -> ChunkSize:
-        """Decide from the forward pass of one example how much to differentiate together."""
-
-    def covariance(self, chunk: _Chunk) -> Float[Tensor, "grid batch *covariance"]:
-        """Compute the covariances of a chunk's requested outputs, or their variances."""
-
-
 class _OutputDifferentiation:
     """Differentiation of the outputs themselves.
 
     Args:
-        tap: The network.
         accumulator: The sums over blocks.
         request: The requested covariances.
     """
 
-    def __init__(
-        self, tap: Tap, accumulator: CovarianceAccumulator, request: CovarianceRequest
-    ) -> None:
-        self._tap = tap
+    def __init__(self, accumulator: CovarianceAccumulator, request: CovarianceRequest) -> None:
         self._accumulator = accumulator
         self._request = request
 
@@ -372,7 +356,6 @@ class _HeadDifferentiation:
         request: CovarianceRequest,
         head: str,
     ) -> None:
-        self._tap = tap
         self._accumulator = accumulator
         self._request = request
         self._calls = LinearCalls(tap.network, head)
