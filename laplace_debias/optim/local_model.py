@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.operators.base import Symmetric
+from laplace_debias.system.graph import graph_nodes
 
 # A function that recomputes the outputs and the mean loss of a batch, and returns (loss, outputs).
 Closure = Callable[[], tuple[Tensor, Tensor]]
@@ -53,17 +54,8 @@ def _depends_directly(loss: Tensor, outputs: Tensor, parameters: list[Tensor]) -
     The outputs may be a parameter themselves.
     """
     ids = {id(parameter) for parameter in parameters if parameter is not outputs}
-    visited = {outputs.grad_fn}
-    pending = [loss.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or node in visited:
-            continue
-        if id(getattr(node, "variable", None)) in ids:
-            return True
-        visited.add(node)
-        pending += [next_node for next_node, _ in node.next_functions]
-    return False
+    nodes = graph_nodes(loss, excluded=[outputs.grad_fn])
+    return any(id(getattr(node, "variable", None)) in ids for node in nodes)
 
 
 class GraphGGN(Symmetric):

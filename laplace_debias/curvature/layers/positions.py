@@ -48,6 +48,7 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.curvature.network.shared_copy import shared_copy
+from laplace_debias.system.graph import graph_nodes
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -454,18 +455,9 @@ def _pass_through(outputs: Tensor) -> None:
 
     Each nonlinearity has its own slope, so that the contributions of different paths do not cancel.
     """
-    visited: set[Any] = set()
-    nodes: list[Any] = [outputs.grad_fn]
-    count = 0
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in visited:
-            continue
-        visited.add(node)
-        nodes.extend(following for following, _ in node.next_functions)
-        if node.name() in POINTWISE:
-            count += 1
-            node.register_hook(_with_slope(0.5 + (count * _GOLDEN) % 1))
+    nonlinearities = [node for node in graph_nodes(outputs) if node.name() in POINTWISE]
+    for number, node in enumerate(nonlinearities, start=1):
+        node.register_hook(_with_slope(0.5 + (number * _GOLDEN) % 1))
 
 
 def _with_slope(slope: float) -> Any:

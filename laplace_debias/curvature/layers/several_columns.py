@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from laplace_debias.curvature.layers.layer_calls import LayerOutput
+from laplace_debias.system.graph import graph_nodes
 from laplace_debias.system.memory import is_out_of_memory
 
 # Operations that read a number from a tensor into Python, by their names in torch's error messages.
@@ -20,17 +21,7 @@ def has_python_functions(outputs: Tensor) -> bool:
 
     The code may read numbers or, as in `fully_shard`, call further functions.
     """
-    nodes = [outputs.grad_fn]
-    visited = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, BackwardCFunction):
-            return True
-        if node is not None:
-            following = {function for function, _ in node.next_functions} - visited
-            visited |= following
-            nodes += following
-    return False
+    return any(isinstance(node, BackwardCFunction) for node in graph_nodes(outputs))
 
 
 @contextmanager

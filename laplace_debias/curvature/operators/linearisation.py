@@ -16,6 +16,7 @@ from laplace_debias.curvature.network.calling import quiet
 from laplace_debias.curvature.network.inputs import Inputs, tensors_of, with_tensors
 from laplace_debias.curvature.operators.network import Network
 from laplace_debias.curvature.operators.tracing import Program, Tensors, UntraceableError, trace
+from laplace_debias.system.graph import graph_nodes
 from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
 
@@ -362,18 +363,11 @@ def _explained_missing_derivatives() -> Iterator[None]:
 
 def _graph_bytes(roots: Tensors, not_counted: Tensors) -> int:
     """Count the bytes of the tensors that a graph of automatic differentiation saves."""
-    visited = set()
     saved_tensors: list[Tensor] = []
-    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
-    while stack:
-        node = stack.pop()
-        if node in visited:
-            continue
-        visited.add(node)
+    for node in graph_nodes(*roots):
         names = [name for name in dir(node) if name.startswith("_saved_")]
         for name in (*names, "saved_tensors"):
             saved = getattr(node, name, None)
             values = saved if isinstance(saved, (tuple, list)) else (saved,)
             saved_tensors += [x for x in values if isinstance(x, Tensor)]
-        stack += [source for source, _ in node.next_functions if source is not None]
     return _num_bytes(saved_tensors, not_counted)

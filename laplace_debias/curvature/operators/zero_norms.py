@@ -5,7 +5,6 @@ Hessian then lacks the contribution of the norm, even where this contribution ex
 norm is squared or enters a kernel.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from laplace_debias.curvature.losses import Labels, OutputLoss
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.operators.network import Network
+from laplace_debias.system.graph import graph_nodes
 
 _NORMS = ("LinalgVectorNormBackward", "NormBackward", "DistBackward", "StdBackward")
 """Prefixes of the names of the graph nodes with which torch differentiates norms."""
@@ -32,7 +32,7 @@ def has_norms(network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels
     leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
     with torch.enable_grad(), network.differentiable():
         value = loss.weighted_value(network.outputs(leaves, inputs), labels)
-        norms = [node for node in _nodes(value) if node.name().startswith(_NORMS)]
+        norms = [node for node in graph_nodes(value) if node.name().startswith(_NORMS)]
         zero_norms = [node for node in norms if _is_zero(node).any()]
         if zero_norms and _is_differentiated(value, leaves, zero_norms):
             raise ValueError(
@@ -43,18 +43,6 @@ def has_norms(network: Network, loss: OutputLoss, inputs: Inputs, labels: Labels
                 "b).square().sum(-1)`."
             )
     return bool(norms)
-
-
-def _nodes(value: Tensor) -> Iterator[Any]:
-    """Yield the nodes of the graph of automatic differentiation that a tensor depends on."""
-    visited = set()
-    stack = [value.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in visited:
-            visited.add(node)
-            yield node
-            stack += [source for source, _ in node.next_functions]
 
 
 def _is_zero(node: Any) -> Tensor:
