@@ -158,15 +158,8 @@ class BatchReader:
 def _check_dtypes(inputs: Inputs, model: nn.Module) -> None:
     """Require that floating-point inputs have the dtype of some parameter."""
     for x in tensors_of(inputs):
-        if x.is_floating_point() and not _has_dtype(model, x.dtype):
+        # Usually the first parameter has the dtype, so the others are not read.
+        has_dtype = any(parameter.dtype == x.dtype for parameter in model.parameters())
+        if x.is_floating_point() and not has_dtype:
             dtypes = {parameter.dtype for parameter in model.parameters()}
             raise dtype_error(x.dtype, dtypes)
-
-
-def _has_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether any parameter has the dtype; fast if the first parameter has it."""
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.dtype == dtype:
-                return True
-    return False

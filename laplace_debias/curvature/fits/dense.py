@@ -321,7 +321,7 @@ def all_pairs(rows: Rows) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
     if not are_few(*rows.shape):
         return descending_eigenpairs(gram(rows), "the curvature")  # type: ignore[return-value]
     _finite_squares(rows.square().sum(0))
-    return complete_eigenpairs(rows, "the curvature")
+    return complete_eigenpairs(rows.mT, "the curvature")
 
 
 def are_few(num_rows: int, num_parameters: int) -> bool:

@@ -111,7 +111,7 @@ def descending_eigenpairs_of_each(factors: Sequence[Factor], description: str) -
         columns = torch.stack([factor.rows for factor in gram_factors]).movedim(1, -1)
         if factors[0].has_thin_directions:
             return _thin_eigenpairs(gram_factors, columns, description)
-        return list(map(Eigenpairs, *_complete_eigenpairs(columns, description)))
+        return list(map(Eigenpairs, *complete_eigenpairs(columns, description)))
     matrices = cast("list[Tensor]", list(factors))
     if matrices[0].ndim == 1:
         return [Eigenpairs(diagonal, None) for diagonal in matrices]
@@ -124,16 +124,12 @@ def descending_eigenpairs_of_each(factors: Sequence[Factor], description: str) -
 
 
 def complete_eigenpairs(
-    rows: Float[Tensor, "n d"], description: str
-) -> tuple[Float[Tensor, " d"], Float[Tensor, "d d"]]:
-    """Compute all d eigenvalues, descending, and eigenvectors of `rowsᵀ rows` for n ≤ d rows."""
-    return _complete_eigenpairs(rows.mT, description)
-
-
-def _complete_eigenpairs(
     columns: Float[Tensor, "*batch d n"], description: str
 ) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d d"]]:
-    """Compute all eigenpairs of the products of columns; the pairs of the null space come last."""
+    """Compute all eigenpairs of the products of n ≤ d columns, in descending order.
+
+    The pairs of the null space come last.
+    """
     d, n = columns.shape[-2:]
     Q, R = torch.linalg.qr(columns, mode="complete")
     R = R[..., :n, :]

@@ -306,10 +306,9 @@ class Fisher(CurvatureOperator):
                 "nn.CrossEntropyLoss, nn.MSELoss and nn.BCEWithLogitsLoss define such a "
                 "distribution. For a different loss, use `GGN` or `EmpiricalFisher`."
             )
-        columns = columns.seeded(generator)
         with collective("a curvature operator's construction"):
-            seed = self._ranks.exchange(columns.seed)[0]
-        self._cotangents = Cotangents(self._loss, replace(columns, seed=seed))
+            columns = columns.seeded(generator, self._ranks)
+        self._cotangents = Cotangents(self._loss, columns)
 
     def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
         fisher = self._cotangents.fisher
