@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from laplace_debias.curvature.layer_rules import layer_rule
-from laplace_debias.curvature.network.module_snapshot import Entries
 from laplace_debias.curvature.network.quantised import (
     is_never_copied,
     keep_differentiable,
@@ -275,31 +274,15 @@ class SavedAttributes:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._saved = []
-        self._modules = list(modules)
-        self._attributes = Entries(list(map(vars, self._modules)))
-        # Most containers are empty, because they are meant for hooks, and most modules have none.
-        # All empty containers are compared together.
-        self._empty: list[Any] = []
-        self._filled: list[tuple[Any, Any]] = []
-        for module in self._modules:
+        for module in modules:
             attributes = vars(module)
             names = tuple(attributes)
             values = tuple(attributes.values())
             containers = [(value, value.copy()) for value in values if type(value) in (dict, list)]
             self._saved.append((module, names, values, containers))
-            self._empty += [container for container, entries in containers if not entries]
-            self._filled += [(container, entries) for container, entries in containers if entries]
-
-    def _are_current(self) -> bool:
-        """Whether nothing has changed."""
-        if any(self._empty) or not self._attributes.are_in(list(map(vars, self._modules))):
-            return False
-        return all(_has_entries(container, entries) for container, entries in self._filled)
 
     def restore(self) -> None:
         """Restore the attributes that have changed, and the entries of dictionaries and lists."""
-        if self._are_current():
-            return
         for module, names, values, containers in self._saved:
             attributes = vars(module)
             if tuple(attributes) != names or not all(map(is_, attributes.values(), values)):
