@@ -21,7 +21,6 @@ from laplace_debias.runs.records import (
     PredictionsSummary,
     RunRecord,
     SetRecord,
-    TrainingRecord,
 )
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.system.shown import plain
@@ -66,16 +65,6 @@ class Run:
         if sigma is None:
             return self._loaded
         return replace(self._loaded, likelihood=self._loaded.likelihood.with_sigma(sigma))
-
-    def save_noise(self, sigma: float | list[float]) -> None:
-        """Record the estimated noise of a regression, which the run uses from then on."""
-        self.record.sigma = sigma
-        self.write()
-
-    def save_training(self, training: TrainingRecord) -> None:
-        """Record the network's performance on its own training examples."""
-        self.record.training = training
-        self.write()
 
     def write(self) -> None:
         """Write `run.json`."""

@@ -79,9 +79,11 @@ def fit(run: Run) -> dict[str, list[Member]]:
     with run.stage("fit"):
         likelihood = run.loaded.likelihood
         if likelihood.has_sigma and likelihood.is_assumed:
-            run.save_noise(_noise(run.loaded))
+            run.record.sigma = _noise(run.loaded)
+            run.write()
         if run.record.training is None:
-            run.save_training(training_record(run.loaded))
+            run.record.training = training_record(run.loaded)
+            run.write()
         for method in run.methods:
             models = [run.loaded.model]
             if method.uses_all_checkpoints:

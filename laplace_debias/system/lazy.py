@@ -1,4 +1,4 @@
-"""Packages, functions and registries that import their contents on first use.
+"""Packages and registries that import their contents on first use.
 
 This allows the command line to read the options of a command without importing torch.
 """
@@ -31,15 +31,6 @@ def attributes_from(
         return getattr(importlib.import_module(module_by_name[name]), name)
 
     return attribute
-
-
-def function_from(module: str, name: str) -> Callable[..., Any]:
-    """Return a function that imports its module only when it is called for the first time."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return getattr(importlib.import_module(module), name)(*args, **kwargs)
-
-    return call
 
 
 class LazyRegistry(MutableMapping[str, type[Entry]]):

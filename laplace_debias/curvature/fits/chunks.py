@@ -21,7 +21,7 @@ from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.several_columns import has_python_functions
-from laplace_debias.curvature.network.inputs import Inputs, move, take, tensors_of
+from laplace_debias.curvature.network.inputs import Inputs, example_shapes, move, take, tensors_of
 from laplace_debias.curvature.network.outputs import (
     LARGEST_DEFAULT_BYTES,
     check_outputs,
@@ -119,7 +119,7 @@ class ChunkRunner:
             self._presence = Presence(context, forward_pass)
         # The largest number of bytes of output gradients in a chunk, after memory ran out.
         self._most_bytes = sys.maxsize
-        self._sizes = {_example_shapes(x): self._size(forward_pass, num_joined_examples)}
+        self._sizes = {example_shapes(x): self._size(forward_pass, num_joined_examples)}
         # On a CPU, images are converted to `channels_last`, because convolutions are then faster.
         self._is_channels_last = _supports_channels_last(context, x, forward_pass)
 
@@ -129,7 +129,7 @@ class ChunkRunner:
 
     def _size_of(self, x: Inputs) -> _ExampleSize:
         """Return the memory that one example needs; an example of each new shape is run."""
-        shapes = _example_shapes(x)
+        shapes = example_shapes(x)
         if shapes not in self._sizes:
             try:
                 forward_pass, num_joined_examples = run_example(self._context, x)
@@ -346,11 +346,6 @@ def run_example(context: FitContext, x: Inputs) -> tuple[ForwardPass, int]:
     input_bytes = sum(tensor.nbytes for tensor in tensors_of(example))
     num_fitting = _JOINED_BYTES // (input_bytes + sum(activation_bytes))
     return forward_pass, min(num_fitting, _MOST_JOINED_EXAMPLES)
-
-
-def _example_shapes(x: Inputs) -> tuple[torch.Size, ...]:
-    """Return the shapes of one example of the given inputs."""
-    return tuple(tensor.shape[1:] for tensor in tensors_of(x))
 
 
 def _supports_channels_last(context: FitContext, x: Inputs, forward_pass: ForwardPass) -> bool:

@@ -41,8 +41,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.data.batch import append_dims, scale_examples
 from laplace_debias.curvature.fits.gram_factor import Factor, GramFactor, add_gram, gram
 from laplace_debias.curvature.layer_rules import Block
-from laplace_debias.curvature.layers.masks import Masks, select_positions
-from laplace_debias.curvature.layers.records import BlockRecord
+from laplace_debias.curvature.layers.records import BlockRecord, Masks
 
 # Factors with at least this many columns are kept as rows, not as products, if the rows are few.
 _WIDE = 16
@@ -126,11 +125,25 @@ def _masked_columns(
     masked_columns = []
     for columns, mask in zip(columns_by_call, masks, strict=True):
         by_example = columns.unflatten(0, (-1, len(mask)))  # [K, B, *groups, d_out, T]
-        rows = select_positions(by_example.movedim(-1, 2), mask)
-        row_weights = select_positions(weights[:, None].expand_as(mask)[None], mask)[0]
+        rows = _select_positions(by_example.movedim(-1, 2), mask)
+        row_weights = _select_positions(weights[:, None].expand_as(mask)[None], mask)[0]
         rows = rows * append_dims(row_weights, rows.ndim - 1)
         masked_columns.append(rows.flatten(0, 1).unsqueeze(-1))
     return masked_columns
+
+
+def _select_positions(
+    rows: Float[Tensor, "columns batch positions *d"], mask: Bool[Tensor, "batch positions"]
+) -> Float[Tensor, "columns n *d"]:
+    """Select the rows of the positions that take part, `[K, n, ...]`.
+
+    On an accelerator, the host would have to wait for the number of these positions. Therefore, all
+    positions are kept there, and the rows of the other positions are zero.
+    """
+    if mask.device.type == "cpu":
+        return rows[:, mask]
+    # Entries are replaced, not multiplied by the mask, because padded entries may be infinite.
+    return rows.where(append_dims(mask, rows.ndim - 1), 0).flatten(1, 2)
 
 
 def input_factors(
@@ -274,7 +287,7 @@ def _input_rows(
             if masks is None:
                 yield rows.flatten(0, 1)
             else:
-                yield select_positions(rows[None], masks[index][examples])[0]
+                yield _select_positions(rows[None], masks[index][examples])[0]
 
 
 def _mean_activations(

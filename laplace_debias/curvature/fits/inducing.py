@@ -19,12 +19,18 @@ from laplace_debias.curvature.layers.jacobians import Jacobians, dense_jacobians
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.base import Uniforms
-from laplace_debias.curvature.network.inputs import Inputs, join, move, num_examples, take
+from laplace_debias.curvature.network.inputs import (
+    Inputs,
+    gather_batches,
+    join,
+    move,
+    num_examples,
+    take,
+)
 from laplace_debias.curvature.network.outputs import check_outputs, checked_memory_bound
 from laplace_debias.curvature.network.shared_copy import shared_copy
 from laplace_debias.operators import LinearOperator
 from laplace_debias.operators.eigh import eigh
-from laplace_debias.system.ranks import Ranks
 
 BlockRows = Mapping[Block, Float[Tensor, "rows d"]]
 """A mapping from each block to its columns of the Jacobian rows of several outputs, in float64."""
@@ -412,7 +418,7 @@ def all_inputs(context: FitContext, data: Iterable[Batch]) -> Inputs:
         if is_weighted.any():
             x = move(batch.inputs, context.device, None)
             batches.append(take(x, is_weighted.to(context.device)))
-    return _join_batches(_gather_batches(context.ranks, batches, context.device))
+    return _join_batches(gather_batches(context.ranks, batches, context.device))
 
 
 def _is_weighted(batch: Batch) -> Bool[Tensor, " examples"]:
@@ -462,17 +468,8 @@ def draw_inputs(
             f"{num_available}. Pass a smaller number, or None to use all examples."
         )
     all_keys = torch.cat(ranks.exchange(keys))
-    pool = _join_batches(_gather_batches(ranks, drawn, context.device))
+    pool = _join_batches(gather_batches(ranks, drawn, context.device))
     return take(pool, all_keys.argsort()[:num_drawn].to(context.device))
-
-
-def _gather_batches(ranks: Ranks, batches: list[Inputs], device: torch.device) -> list[Inputs]:
-    """Return the inputs of all processes, in the order of their ranks."""
-    if ranks.size == 1:
-        return batches
-    cpu = torch.device("cpu")
-    by_rank = ranks.exchange([move(batch, cpu, None) for batch in batches])
-    return [move(batch, device, None) for batches_of_rank in by_rank for batch in batches_of_rank]
 
 
 def _join_batches(batches: Sequence[Inputs]) -> Inputs:

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layer_rules import Block, LayerRule, Site, layer_rule
 from laplace_debias.curvature.layers.gates import POINTWISE
 from laplace_debias.curvature.layers.layer_calls import LayerCall, LayerOutput
-from laplace_debias.curvature.layers.masks import Masks
+from laplace_debias.curvature.layers.records import Masks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.calls import ReplayedCalls
-from laplace_debias.curvature.layers.masks import Masks
+
+# For each call of a layer, a mask [B, T] of the positions that take part; calls may differ in T.
+Masks = Sequence[Tensor]
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from laplace_debias.curvature.network.calling import call
 from laplace_debias.curvature.network.inputs import (
     Inputs,
+    example_shapes,
+    gather_batches,
     join,
     move,
     num_examples,
     take,
-    tensors_of,
 )
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.shared_copy import preserve_attributes, requiring_grad
 from laplace_debias.system.memory import is_out_of_memory
-from laplace_debias.system.ranks import Ranks, process_group
+from laplace_debias.system.ranks import process_group
 
 FIRST_EXAMPLES = 16
 """Number of examples of the first batch that are run if two examples do not use all of a model."""
@@ -158,7 +159,7 @@ class _Search:
             # The examples that reach the parameters are joined with examples that may take a
             # different path.
             companions = self._first
-            if _example_shapes(x) != _example_shapes(companions):
+            if example_shapes(x) != example_shapes(companions):
                 companions = take(x, slice(0, 2))
             self.batches.append(join([companions, *examples]))
 
@@ -214,9 +215,9 @@ def find_references(
     batches = search.batches
     unused = search.unused
     if ranks.size > 1 and any(ranks.exchange(first.is_partial)):
-        batches, unused = _join_over_processes(
-            ranks, [first.x, *batches], unused, first.outputs.device
-        )
+        batches = gather_batches(ranks, [first.x, *batches], first.outputs.device)
+        unused_by_rank = ranks.exchange(unused)
+        unused = [name for name in unused if all(name in names for names in unused_by_rank)]
     references: list[Reference] = []
     missing = set(first.without_gradient)
     for inputs in batches:
@@ -224,24 +225,6 @@ def find_references(
         missing.intersection_update(reference.without_gradient)
         references.append(reference)
     return references, unused
-
-
-def _join_over_processes(
-    ranks: Ranks, batches: Sequence[Inputs], unused: Sequence[str], device: torch.device
-) -> tuple[list[Inputs], list[str]]:
-    """Return the batches of all processes, and the parameters that are unused in all of them."""
-    on_host = [move(inputs, torch.device("cpu"), None) for inputs in batches]
-    by_rank = ranks.exchange((on_host, unused))
-    batches_of_all = [
-        move(inputs, device, None) for inputs_of_rank, _ in by_rank for inputs in inputs_of_rank
-    ]
-    unused_in_all = set[str].intersection(*(set(names) for _, names in by_rank))
-    return batches_of_all, [name for name in unused if name in unused_in_all]
-
-
-def _example_shapes(x: Inputs) -> list[torch.Size]:
-    """Return the shapes of one example of the given inputs."""
-    return [tensor.shape[1:] for tensor in tensors_of(x)]
 
 
 def _chunks(batches: Iterable[Inputs]) -> Iterator[Inputs]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.curvature.network.fingerprints import digest_of
+from laplace_debias.system.ranks import Ranks
 
 # One tensor [B, ...]; a tuple or list of several inputs, passed by position; or a mapping, passed
 # by name or as a whole (`OneArgument`). An entry that is not a tensor (None, a flag) applies to
@@ -79,6 +80,11 @@ def num_examples(inputs: Inputs) -> int:
     return size
 
 
+def example_shapes(inputs: Inputs) -> tuple[torch.Size, ...]:
+    """Return the shape of each tensor for one example."""
+    return tuple(x.shape[1:] for x in tensors_of(inputs))
+
+
 def take(inputs: Inputs, examples: slice | Tensor) -> Inputs:
     """Select examples by a slice or by their indices."""
     return with_tensors(inputs, map(itemgetter(examples), tensors_of(inputs)))
@@ -132,6 +138,14 @@ def move(
             x = x.detach()
         moved.append(x.to(device or x.device, non_blocking=True))
     return with_tensors(inputs, moved)
+
+
+def gather_batches(ranks: Ranks, batches: Sequence[Inputs], device: torch.device) -> list[Inputs]:
+    """Return the inputs of all processes on a device, in the order of the processes' ranks."""
+    if ranks.size == 1:
+        return list(batches)
+    by_rank = ranks.exchange([move(inputs, torch.device("cpu"), None) for inputs in batches])
+    return [move(inputs, device, None) for batches_of_rank in by_rank for inputs in batches_of_rank]
 
 
 def dtype_error(dtype: torch.dtype, dtypes: Collection[torch.dtype]) -> TypeError:

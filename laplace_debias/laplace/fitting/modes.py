@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
-
-from laplace_debias.system.lazy import function_from
 
 if TYPE_CHECKING:
     from laplace_debias.laplace.fitting.schemes import Scheme
@@ -30,7 +29,13 @@ class Mode:
 
 
 def _scheme(name: str) -> Callable[[Any, int | None], "Scheme"]:
-    return function_from("laplace_debias.laplace.fitting.mode_schemes", name)
+    """Return a function that makes a scheme, and imports it only then."""
+
+    def make(batches: Any, folds: int | None) -> "Scheme":
+        module = import_module("laplace_debias.laplace.fitting.mode_schemes")
+        return getattr(module, name)(batches, folds)
+
+    return make
 
 
 MODES = {

@@ -7,7 +7,6 @@ labels.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -18,6 +17,7 @@ from laplace_debias import metrics
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.functional.gaussian_outputs import GaussianOutputs
+from laplace_debias.laplace.prediction.intervals import single_targets
 from laplace_debias.laplace.prediction.predictive import (
     FitWithLink,
     PredictionMethod,
@@ -114,7 +114,7 @@ def uncertainty_of_draws(
         likelihood.predictive(outputs, None)
         for likelihood, outputs in zip(likelihoods, draws, strict=True)
     ]
-    if isinstance(_without_event(predictives[0]), Categorical | Bernoulli):
+    if isinstance(single_targets(predictives[0]), Categorical | Bernoulli):
         return _entropies_of_draws(predictives)
     means = torch.cat([predictive.mean for predictive in predictives])
     variances = torch.cat([predictive.variance for predictive in predictives])
@@ -128,8 +128,8 @@ def _entropies_of_draws(predictives: Sequence[Distribution]) -> Uncertainty:
 
     For several labels that form one event, the entropies of the labels are added up.
     """
-    probs = torch.cat([_without_event(predictive).probs for predictive in predictives])
-    shape = _without_event(predictives[0]).batch_shape[1:]
+    probs = torch.cat([single_targets(predictive).probs for predictive in predictives])
+    shape = single_targets(predictives[0]).batch_shape[1:]
     # Each row is a term: an example, a position or a label.
     rows = probs.flatten(1, len(shape))
     term_uncertainty = metrics.uncertainty(rows)
@@ -149,7 +149,7 @@ def _entropies_of_draws(predictives: Sequence[Distribution]) -> Uncertainty:
 
 def scores_of_predictive(predictive: Distribution) -> dict[str, Float[Tensor, "*n"]]:
     """Compute the scores of a predictive: its entropy and largest probability."""
-    base = _without_event(predictive)
+    base = single_targets(predictive)
     shape = base.batch_shape
     rows = base.probs.flatten(0, len(shape) - 1)
     entropy = metrics.entropy(rows).view(shape)
@@ -183,8 +183,3 @@ def scores_of_logits(
     both_means = torch.stack([torch.zeros_like(means), means], -1)
     instability = margin_instability(both_means, variances.double())
     return {"variance": variance.mean(-1), "instability": instability.amax(-1)}
-
-
-def _without_event(predictive: Distribution) -> Any:
-    """Return the distributions of single labels, even if several labels form one event."""
-    return predictive.base_dist if isinstance(predictive, Independent) else predictive
