@@ -237,17 +237,22 @@ class CountedRows(RowAccumulator[list[Tensor]]):
         self.num_bytes += rows.nbytes
 
 
-def read_rows_of_folds(
-    context: FitContext, folds: Sequence[Iterable[Batch]]
-) -> tuple[list[Rows], DataTotals]:
-    """Return the Jacobian rows of each fold on this process, and the totals of all folds."""
+def crossfit_folds(
+    context: FitContext, folds: Sequence[Iterable[Batch]], rank: int | None
+) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"], DataTotals]:
+    """Read the Jacobian rows of all folds, and return `crossfit_rows` of them and their totals."""
     rows_by_fold: list[Rows] = []
     totals = DataTotals()
     for fold in folds:
         accumulator = KeptRows(context)
         totals = totals + accumulate(accumulator, fold)
         rows_by_fold.append(accumulator.take_rows())
-    return rows_by_fold, totals
+    values, U = decompose_on_first(
+        context,
+        rows_by_fold,
+        lambda rows: crossfit_rows(rows, totals.weight, rank, context.dtype),
+    )
+    return values, U, totals
 
 
 def decompose_on_first(

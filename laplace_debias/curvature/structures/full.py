@@ -10,14 +10,7 @@ from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import split_folds
 from laplace_debias.curvature.fits.data_pass import accumulate
-from laplace_debias.curvature.fits.dense import (
-    DENSE_BLOCK,
-    MomentMatrix,
-    are_few,
-    crossfit_rows,
-    decompose_on_first,
-    read_rows_of_folds,
-)
+from laplace_debias.curvature.fits.dense import DENSE_BLOCK, MomentMatrix, are_few, crossfit_folds
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.structures.base import EIGH_MATRICES, NO_ROWS, NumRows, Workload
@@ -63,12 +56,7 @@ class FullCurvature(DenseCurvature):
         The Jacobian rows of all folds are kept in memory.
         """
         folds = split_folds(context.ranks, data, num_folds)
-        rows_by_fold, totals = read_rows_of_folds(context, folds)
-        values, U = decompose_on_first(
-            context,
-            rows_by_fold,
-            lambda rows: crossfit_rows(rows, totals.weight, None, context.dtype),
-        )
+        values, U, totals = crossfit_folds(context, folds, None)
         return _assemble(context, values, U, totals)
 
     def update(

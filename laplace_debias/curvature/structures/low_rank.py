@@ -14,10 +14,9 @@ from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.dense import (
     DENSE_BLOCK,
     LeadingRows,
-    crossfit_rows,
+    crossfit_folds,
     decompose_on_first,
     leading_pairs,
-    read_rows_of_folds,
 )
 from laplace_debias.curvature.fits.information import ExampleCounts, Information
 from laplace_debias.curvature.fits.totals import DataTotals
@@ -84,12 +83,7 @@ class LowRankCurvature(DenseCurvature):
         The Jacobian rows of all folds are kept in memory.
         """
         folds = split_folds(context.ranks, data, num_folds)
-        rows_by_fold, totals = read_rows_of_folds(context, folds)
-        values, U = decompose_on_first(
-            context,
-            rows_by_fold,
-            lambda rows: crossfit_rows(rows, totals.weight, self.num_directions, context.dtype),
-        )
+        values, U, totals = crossfit_folds(context, folds, self.num_directions)
         return _assemble(context, values, U, totals)
 
     def update(
