@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from laplace_debias.commands.network import with_task_of
+from laplace_debias.commands.network import likelihood_of
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.system.settings import check_at_least, option
 
@@ -56,8 +56,8 @@ def run(settings: Settings) -> dict[str, Any]:
     from laplace_debias.system.ranks import process_group
 
     # Read the files first, because reading the data can take minutes.
-    settings = with_task_of(settings, settings.posterior)
-    loaded = load(settings)
+    likelihood = likelihood_of(settings, settings.posterior)
+    loaded = load(settings, likelihood)
     methods = [NETWORK]
     if loaded.validation is not None and loaded.likelihood.activation is not None:
         methods.append(TEMPERATURE)

@@ -1,14 +1,14 @@
 """Functions shared by the commands that work on one posterior: checks, saving and notes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
 from laplace_debias.sources.settings import NOT_COMPARED, SourceSettings
 
-Settings = TypeVar("Settings", bound=SourceSettings)
+if TYPE_CHECKING:
+    from laplace_debias.curvature.losses.likelihoods import Likelihood
 
 
 def check_output(path: Path, overwrite: bool) -> None:
@@ -27,8 +27,11 @@ def not_for(command: str, *names: str) -> dict[str, str]:
     return NOT_COMPARED | dict.fromkeys(names, f"`{command}` does not use these examples")
 
 
-def with_task_of(settings: Settings, posteriors: Sequence[Path]) -> Settings:
-    """Return the settings with the task of saved posteriors, whose files are read completely.
+def likelihood_of(settings: SourceSettings, posteriors: Sequence[Path]) -> "Likelihood | None":
+    """Return the likelihood of saved posteriors, whose files are read completely.
+
+    It is None if the settings determine the likelihood: there is no posterior, or `task` is an
+    import path.
 
     Raises:
         ValueError: If a posterior was fitted with a different task, or with a user-defined
@@ -37,6 +40,7 @@ def with_task_of(settings: Settings, posteriors: Sequence[Path]) -> Settings:
     """
     from laplace_debias.laplace.saving import file
 
+    likelihood = None
     for path in posteriors:
         header, _ = file.read(path)
         task = header.likelihood["name"]
@@ -51,13 +55,14 @@ def with_task_of(settings: Settings, posteriors: Sequence[Path]) -> Settings:
             # The object at an import path may be of this task with other options. `Loaded` compares
             # its name, once it has been imported.
             continue
-        if settings.task not in (None, task):
+        expected = settings.task if likelihood is None else likelihood.name
+        if expected not in (None, task):
             raise ValueError(
                 f"{path} was fitted with --task={task}, but this command uses "
-                f"--task={settings.task}. Leave out --task, and pass posteriors of one task."
+                f"--task={expected}. Leave out --task, and pass posteriors of one task."
             )
-        settings = replace(settings, task=task)
-    return settings
+        likelihood = file.likelihood_from_json(header.likelihood)
+    return likelihood
 
 
 def save(la: Any, output: Path) -> None:

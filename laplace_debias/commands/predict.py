@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from laplace_debias.commands.network import check_output, not_for, print_notes, with_task_of
+from laplace_debias.commands.network import check_output, likelihood_of, not_for, print_notes
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.system.settings import check_at_least, option
 
@@ -86,8 +86,8 @@ def run(settings: Settings) -> Any:
 
     check_output(settings.output, settings.overwrite)
     # Check the files first, because reading the data can take minutes.
-    settings = with_task_of(settings, [settings.posterior])
-    loaded = load(settings.without_comparison())
+    likelihood = likelihood_of(settings, [settings.posterior])
+    loaded = load(settings.without_comparison(), likelihood)
     print_notes(loaded)
     batches = loaded.test
     names = None

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from laplace_debias.commands.network import check_output, not_for, print_notes, save, with_task_of
+from laplace_debias.commands.network import check_output, likelihood_of, not_for, print_notes, save
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.system.settings import option
 
@@ -72,8 +72,8 @@ def run(settings: Settings) -> "Tuning":
     # If no output is given, the tuned posterior replaces the original file.
     check_output(output, settings.overwrite or settings.output is None)
     # Read the file first, because reading the data can take minutes.
-    settings = with_task_of(settings, [settings.posterior])
-    loaded = load(settings.without_comparison())
+    likelihood = likelihood_of(settings, [settings.posterior])
+    loaded = load(settings.without_comparison(), likelihood)
     print_notes(loaded)
     la = loaded.posterior(settings.posterior)
     if settings.method == "marglik":
@@ -92,7 +92,9 @@ def run(settings: Settings) -> "Tuning":
             progress=settings.progress,
             sigma=settings.sigma,
         )
-        print_table(tuning.table, "Validation data")
+        # Tables have three decimals, which do not distinguish small prior precisions.
+        rows = [{**row, "prior_precision": f"{row['prior_precision']:.3g}"} for row in tuning.table]
+        print_table(rows, "Validation data")
     save(la, output)
     print(tuning.message)
     print(f"Posterior: {output}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.sources.likelihoods import likelihood_from_settings, likelihood_of_array
+from laplace_debias.sources.likelihoods import likelihood_of_array
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.splits import Examples, Splits, split_indices
@@ -39,8 +39,8 @@ def read_archive(path: Path) -> dict[str, np.ndarray]:
         ) from error
 
 
-def archive_splits(path: Path, settings: SourceSettings) -> Splits:
-    """Read the splits of a `.npz` file.
+def archive_splits(path: Path, settings: SourceSettings, chosen: Likelihood | None) -> Splits:
+    """Read the splits of a `.npz` file; if no likelihood was chosen, infer it from the targets.
 
     The file must contain `x_train`, `y_train`, `x_test`, `y_test` and, optionally, `x_val` and
     `y_val`; or `x` and `y`, which are split at random by the seed. Arrays of bytes `[N, C, H, W]`,
@@ -59,7 +59,7 @@ def archive_splits(path: Path, settings: SourceSettings) -> Splits:
         notes = (note,)
     else:
         pairs = _separate_splits(arrays, path)
-    likelihood = likelihood_from_settings(settings) or likelihood_of_array(pairs["train"][1])
+    likelihood = chosen or likelihood_of_array(pairs["train"][1])
     pixels = image_pixels(pairs["train"][0], settings)
     if pixels is None and Pixels.from_settings(settings) is not None:
         raise ValueError(

@@ -11,7 +11,7 @@ from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood
 from laplace_debias.sources.arrays import archive_splits
 from laplace_debias.sources.image_files import ImageFiles, images_below, view_of
 from laplace_debias.sources.imports import call_function, import_object, is_import_path
-from laplace_debias.sources.likelihoods import likelihood_from_settings
+from laplace_debias.sources.likelihoods import task_name
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.sources.splits import SPLIT_NAMES, Splits, split_indices
@@ -41,8 +41,11 @@ class FoundData:
         return cls(splits.num_outputs, lambda _: splits)
 
 
-def find_data(settings: SourceSettings) -> FoundData:
-    """Find the data that the settings specify, without reading the images of a folder."""
+def find_data(settings: SourceSettings, chosen: Likelihood | None) -> FoundData:
+    """Find the data that the settings specify, without reading the images of a folder.
+
+    If no likelihood was chosen, it is inferred from the data.
+    """
     if settings.data is None:
         raise ValueError(f"No data was specified. Pass --data with {_KINDS}.")
     text = str(settings.data)
@@ -55,18 +58,18 @@ def find_data(settings: SourceSettings) -> FoundData:
     files = table_files(path)
     if path.suffix == ".npz":
         _check_options(settings, "a .npz file", *_TABLE_OPTIONS, "image_size")
-        return FoundData.from_splits(archive_splits(path, settings))
+        return FoundData.from_splits(archive_splits(path, settings, chosen))
     if files is not None:
         _check_options(settings, "a table", "image_size", "mean", "std")
-        return FoundData.from_splits(table_splits(files, settings))
+        return FoundData.from_splits(table_splits(files, settings, chosen))
     if path.is_dir():
         _check_options(settings, "a folder of images", *_TABLE_OPTIONS)
         classes, image_files = find_image_folder(path)
-        likelihood = likelihood_from_settings(settings) or Categorical()
+        likelihood = chosen or Categorical()
         if likelihood.targets != "class":
             raise ValueError(
-                f"`task` is {settings.task}, but a folder of images with one subfolder per class "
-                "is classification data. Remove `task`."
+                f"`task` is {task_name(likelihood)}, but a folder of images with one subfolder per "
+                "class is classification data. Remove `task`."
             )
         splits_for = partial(_open_image_folder, path, classes, image_files, settings, likelihood)
         return FoundData(likelihood.num_outputs(len(classes)), splits_for)

@@ -10,6 +10,7 @@ from laplace_debias.curvature.losses.likelihoods import (
     Gaussian,
     Likelihood,
     MultiLabel,
+    Ordinal,
 )
 from laplace_debias.sources.imports import call_function, import_object
 from laplace_debias.sources.settings import SourceSettings
@@ -27,11 +28,18 @@ def likelihood_from_settings(settings: SourceSettings) -> Likelihood | None:
     """Return the likelihood that `--task` specifies, or None if the option is not set.
 
     Raises:
-        ValueError: If the object at an import path is not a likelihood.
+        ValueError: If the object at an import path is not a likelihood, or if `task` is `ordinal`,
+            which has no default thresholds.
     """
     task = settings.task
     if task is None:
         return None
+    if task == Ordinal.name:
+        raise ValueError(
+            "`task=ordinal` needs the thresholds that the network was trained with. Pass the "
+            "import path of a likelihood, such as --task=my_pkg.likelihoods:grades, where "
+            "my_pkg/likelihoods.py defines `grades = laplace_debias.Ordinal([-1.0, 0.5, 1.5])`."
+        )
     if task in LIKELIHOODS:
         return LIKELIHOODS[task]()
     likelihood = import_object(task, "task")

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.data.batches import Batches
-from laplace_debias.curvature.losses.likelihoods import Bernoulli, Categorical, Likelihood
+from laplace_debias.curvature.losses.likelihoods import (
+    Bernoulli,
+    Categorical,
+    HeteroscedasticGaussian,
+    Likelihood,
+)
 from laplace_debias.curvature.network.calling import as_columns
 from laplace_debias.sources.changed import Changed, Corruption, drawn_digits, shuffled_patches
 from laplace_debias.sources.data import find_data
@@ -17,6 +22,7 @@ from laplace_debias.sources.imports import describe_error
 from laplace_debias.sources.likelihoods import (
     likelihood_from_settings,
     likelihood_of_batch,
+    task_name,
 )
 from laplace_debias.sources.loaded import Loaded
 from laplace_debias.sources.networks import build
@@ -26,10 +32,14 @@ from laplace_debias.sources.splits import Splits, batches_of
 from laplace_debias.system.shown import counted
 
 
-def load(settings: SourceSettings) -> Loaded:
+def load(settings: SourceSettings, likelihood: Likelihood | None = None) -> Loaded:
     """Load a network and its data, and check that they match.
 
     Images in folders are not decoded until a loader reads them.
+
+    Args:
+        settings: The network, the data and the device.
+        likelihood: The likelihood of the outputs, which replaces that of `settings.task`.
 
     Raises:
         ValueError: If the network, its weights or the data are missing or damaged, or do not match.
@@ -38,9 +48,10 @@ def load(settings: SourceSettings) -> Loaded:
         OSError: If a file cannot be read.
     """
     device = _device_from(settings.device)
+    chosen = likelihood or likelihood_from_settings(settings)
     # Creating a network draws initial weights, which must not change torch's global generator.
     with torch.random.fork_rng(devices=[]):
-        data = find_data(settings)
+        data = find_data(settings, chosen)
         model, notes = build(settings, data.num_outputs)
         splits = data.splits_for(model)
     model = model.eval().to(device)
@@ -66,7 +77,7 @@ def load(settings: SourceSettings) -> Loaded:
     for severity in sorted(set(settings.corruptions)):
         pixels = _pixels_of_images(splits, shape, "corruptions")
         shifts[severity] = Changed(test, Corruption(pixels, severity, settings.seed))
-    likelihood = _likelihood(model, first, splits, likelihood_from_settings(settings))
+    likelihood = _likelihood(model, first, splits, chosen)
     notes += splits.notes
     for _, notes_of_set in ood_sets.values():
         notes += notes_of_set
@@ -201,12 +212,16 @@ def _likelihood(
         advice = ""
         if is_classification and num_outputs == 1:
             advice = (
-                " If the targets are numbers, counts or ordered classes, pass --task=regression, "
-                "--task=poisson or --task=ordinal."
+                " If the targets are numbers or counts, pass --task=regression or --task=poisson. "
+                "If they are ordered classes, pass the import path of an "
+                "`Ordinal(thresholds)` as --task."
             )
+        elif chosen is None and HeteroscedasticGaussian().num_outputs(num_targets) == num_outputs:
+            advice = " If the outputs are means and log-variances, pass --task=heteroscedastic."
         raise ValueError(
-            f"The network has {counted(num_outputs, 'output')}, but the data has {expected} "
-            f"{likelihood.outputs_meaning}. Use the network that was trained on this data, or "
+            f"The network has {counted(num_outputs, 'output')}, but the task "
+            f"{task_name(likelihood)} needs {expected} for this data "
+            f"({likelihood.outputs_meaning}). Use the network that was trained on this data, or "
             f"create it with this number of outputs (--model_args.KEY=VALUE).{advice}"
         )
     return likelihood

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from laplace_debias.curvature.losses.likelihoods import Categorical, Gaussian, Likelihood
-from laplace_debias.sources.likelihoods import likelihood_from_settings, task_name
+from laplace_debias.sources.likelihoods import task_name
 from laplace_debias.sources.settings import SourceSettings, nearest
 from laplace_debias.sources.splits import (
     SPLIT_NAMES,
@@ -71,8 +71,13 @@ def read_table(path: Path, text_columns: Sequence[str] = ()) -> Any:
     return table.reset_index(drop=True)
 
 
-def table_splits(files: dict[str, Path], settings: SourceSettings) -> Splits:
-    """Read the splits of a table, whose features can be standardised by the training rows."""
+def table_splits(
+    files: dict[str, Path], settings: SourceSettings, chosen: Likelihood | None
+) -> Splits:
+    """Read the splits of a table, whose features can be standardised by the training rows.
+
+    If no likelihood was chosen, it is inferred from the target.
+    """
     first = next(iter(files.values()))
     missing = [split for split in ("train", "test") if split not in files and "all" not in files]
     if missing:
@@ -97,7 +102,7 @@ def table_splits(files: dict[str, Path], settings: SourceSettings) -> Splits:
         notes = (note,)
     train = tables["train"]
     columns = _columns(train, features, target, settings, str(first))
-    likelihood = _likelihood(train[target], likelihood_from_settings(settings), target)
+    likelihood = _likelihood(train[target], chosen, target)
     classes = _classes(train[target], likelihood, target)
     examples = {
         split: Examples(

@@ -229,7 +229,47 @@ def test_a_network_that_predicts_its_noise(folder, capsys):
     capsys.readouterr()
     wrong = ["fit", "--model=nets:rows", "--model_args.outputs=1", *common[1:], "--output=w"]
     assert main(wrong) == 2
-    assert "has 1 output, but the data has 2 means and log-variances" in capsys.readouterr().err
+    assert (
+        "has 1 output, but the task heteroscedastic needs 2 for this data (means and log-"
+        in capsys.readouterr().err
+    )
+
+
+def test_ordered_classes_have_the_thresholds_of_the_posterior(folder, capsys):
+    """Only the fit needs the thresholds, because the file of the posterior contains them."""
+    user_files.archive(folder / "d.npz", **user_files.arrays())
+    (folder / "likelihoods.py").write_text(
+        "from laplace_debias import Ordinal\n\ngrades = Ordinal([-0.5, 0.7])\n"
+    )
+    common = ["--model=nets:rows", "--data=d.npz", *QUIET]
+    ordered = [*common, "--model_args.outputs=1"]
+    fit = ["fit", *ordered, "--output=p.safetensors"]
+    assert main([*fit, "--task=ordinal"]) == 2
+    assert "such as --task=my_pkg.likelihoods:grades" in capsys.readouterr().err
+    assert main([*fit, "--task=likelihoods:grades"]) == 0
+    assert main([*fit, "--task=likelihoods:grades", "--model_args.outputs=2"]) == 2
+    posterior = "--posterior=p.safetensors"
+    assert main(["tune", *ordered, posterior, "--prior_precisions=0.000562,0.001"]) == 0
+    assert "0.000562" in capsys.readouterr().out
+    assert main(["predict", *ordered, posterior, "--output=p.csv"]) == 0
+    assert main(["evaluate", *ordered, posterior]) == 0
+    printed = capsys.readouterr().out
+    loaded = load_on_cpu(
+        model="nets:rows", model_args={"outputs": 1}, data="d.npz", task="likelihoods:grades"
+    )
+    x, y = user_files.every(loaded.test)
+    la = Laplace.load("p.safetensors", loaded.model)
+    assert la.likelihood.thresholds.tolist() == [-0.5, 0.7]
+    predictive = la.predict(x)
+    table = pandas.read_csv("p.csv")
+    np.testing.assert_allclose(table[[f"probability_{c}" for c in range(3)]], predictive.probs)
+    network = la.predict(x, "map").log_prob(y).mean().item()
+    assert f"{-network:.3f} (" in printed
+    assert f"{-predictive.log_prob(y).mean().item():.3f} (" in printed
+    # A posterior of the network's classes has a different task.
+    assert main(["fit", *common, "--output=q.safetensors"]) == 0
+    assert main(["evaluate", *ordered, posterior, "--posterior=q.safetensors"]) == 2
+    assert "q.safetensors was fitted with --task=classification" in capsys.readouterr().err
 
 
 def test_draws_of_predictions_follow_the_seed(folder):

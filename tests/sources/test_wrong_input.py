@@ -57,8 +57,11 @@ WRONG = {
     "raises": (["--model=nets:breaks", "--data=d.npz"], "raised RuntimeError: no such file on two"),
     "asks": (["--model=nets:asks", "--data=d.npz"], "missing 1 required positional argument"),
     "arguments": ([*ROWS, "--model_args.outptus=3"], "unexpected keyword argument 'outptus'"),
-    "classes": ([*ROWS, "--model_args.outputs=5"], "has 5 outputs, but the data has 3 classes"),
-    "one output": ([*ROWS, "--model_args.outputs=1"], "--task=poisson or --task=ordinal."),
+    "classes": (
+        [*ROWS, "--model_args.outputs=5"],
+        "the task classification needs 3 for this data (classes)",
+    ),
+    "one output": ([*ROWS, "--model_args.outputs=1"], "--task=regression or --task=poisson. If"),
     "inputs": ([*ROWS, "--model_args.inputs=5"], "does not accept inputs of shape [2, 4]"),
     "timm": (
         ["--timm=resnet18x", "--data=images", "--checkpoint=text.pt"],
