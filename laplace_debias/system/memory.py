@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -34,6 +35,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
+
+
+class suppress_unsupported(suppress):  # noqa: N801 (named like the class that it extends)
+    """Suppress errors that mean that a model does not support an operation."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if error is None or is_out_of_memory(error):
+            return False
+        return super().__exit__(kind, error, traceback)
 
 
 def available_memory(device: torch.device | None = None) -> int | None:

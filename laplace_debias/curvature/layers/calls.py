@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.network.calling import call, differentiable, quiet
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
-from laplace_debias.system.memory import is_out_of_memory
+from laplace_debias.system.memory import suppress_unsupported
 
 # The maximum number of entries of rows that are computed together.
 _SLICE = 2**22
@@ -148,13 +148,10 @@ def _gradients_of_call(
             cotangents[index] = selected.unsqueeze(dim + 2)
     if call.path in call.loops:
         return _gradients_one_by_one(call, parameters, cotangents, examples)
-    try:
-        return _gradients_in_one_run(call, parameters, cotangents, examples)
     # A forward pass may raise any error under `vmap`, because of a branch on the data or an
     # operation without a rule. The loop raises errors of the pass itself again.
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
+    with suppress_unsupported(Exception):
+        return _gradients_in_one_run(call, parameters, cotangents, examples)
     call.loops.add(call.path)
     return _gradients_one_by_one(call, parameters, cotangents, examples)
 

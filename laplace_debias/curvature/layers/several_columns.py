@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 
 from laplace_debias.curvature.layers.layer_calls import LayerOutput
 from laplace_debias.system.graph import graph_nodes
-from laplace_debias.system.memory import is_out_of_memory
+from laplace_debias.system.memory import suppress_unsupported
 
 # Operations that read a number from a tensor into Python, by their names in torch's error messages.
 _READING = ("aten::item", "aten::is_nonzero", "aten::_local_scalar_dense")
@@ -88,11 +88,8 @@ def vmapped_or_stacked(
 
     `torch.vmap` does not support such hooks.
     """
-    try:
+    with suppress_unsupported(RuntimeError):
         return _differentiate_together(differentiate, columns)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
     return _stack_columns([differentiate(column) for column in columns])
 
 

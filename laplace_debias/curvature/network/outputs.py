@@ -21,7 +21,7 @@ from laplace_debias.curvature.network.calling import call, logits_of, mixing_err
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
-from laplace_debias.system.memory import ROOM, is_out_of_memory
+from laplace_debias.system.memory import ROOM, is_out_of_memory, suppress_unsupported
 from laplace_debias.system.shown import warn
 
 PASS_BYTES = 2**27
@@ -198,15 +198,11 @@ def explain_unbatched(error: Exception, model: nn.Module, x: Inputs) -> None:
 
 def _takes(model: nn.Module, x: Tensor) -> bool:
     """Whether the model returns a row of outputs for the first of the inputs."""
-    try:
-        with torch.no_grad():
-            outputs = call(model, x[:1])
     # A forward pass may raise any error.
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return False
-    return outputs.ndim > 1 and len(outputs) == 1
+    with suppress_unsupported(Exception), torch.no_grad():
+        outputs = call(model, x[:1])
+        return outputs.ndim > 1 and len(outputs) == 1
+    return False
 
 
 def are_repeated(outputs: Tensor, again: Tensor) -> bool:

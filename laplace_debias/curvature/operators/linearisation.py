@@ -1,7 +1,7 @@
 """Networks that are linearised once per batch and multiplied many times."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -17,7 +17,7 @@ from laplace_debias.curvature.network.inputs import Inputs, tensors_of, with_ten
 from laplace_debias.curvature.operators.network import Network
 from laplace_debias.curvature.operators.tracing import Program, Tensors, UntraceableError, trace
 from laplace_debias.system.graph import graph_nodes
-from laplace_debias.system.memory import is_out_of_memory
+from laplace_debias.system.memory import is_out_of_memory, suppress_unsupported
 from laplace_debias.system.threads import FORWARD_MODE
 
 
@@ -178,25 +178,21 @@ class Lineariser:
         Returns:
             The program, or None if the network cannot be recorded.
         """
-        try:
+        # Recording can raise any error, for example because of control flow that depends on values,
+        # operations without a forward derivative, or flags that cannot be hashed. The fallback to
+        # graphs of automatic differentiation supports more models, and raises the error again if
+        # the model is at fault.
+        with suppress_unsupported(Exception):
             if key not in self.programs:
                 # torch can only record in one thread at a time.
                 with FORWARD_MODE, self._network.differentiable(), quiet():
                     program = trace(function, points, vectors())
                     _check_adjoint(_evaluate(program, points, ()), self._network.parameters)
                     self.programs[key] = program
-        # Recording can raise any error, for example because of control flow that depends on values,
-        # operations without a forward derivative, or flags that cannot be hashed. The fallback to
-        # graphs of automatic differentiation supports more models, and raises the error again if
-        # the model is at fault.
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            try:
-                self.programs[key] = None
-            except TypeError:
-                return None
-        return self.programs[key]
+            return self.programs[key]
+        with suppress(TypeError):
+            self.programs[key] = None
+        return None
 
 
 def _program_key(inputs: Inputs) -> object:

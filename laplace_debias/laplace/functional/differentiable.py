@@ -13,7 +13,7 @@ from laplace_debias.laplace.functional.context import prediction_context
 from laplace_debias.laplace.functional.request import check_covariance
 from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.laplace.state.posterior import GaussianPosterior
-from laplace_debias.system.memory import is_out_of_memory
+from laplace_debias.system.memory import suppress_unsupported
 
 
 def differentiable_moments(
@@ -67,11 +67,8 @@ def _jacobians(
     jacobian = jacrev(outputs_for_example)
     tensors = tuple(tensors_of(x))
     in_dims = (None, *[0] * len(tensors))
-    try:
+    with suppress_unsupported(RuntimeError):
         return vmap(jacobian, in_dims)(trained, *tensors)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
     # Some layers, such as an LSTM, cannot be vectorised over the examples, so the Jacobians are
     # computed one by one.
     by_example = [jacobian(trained, *rows) for rows in zip(*tensors, strict=True)]

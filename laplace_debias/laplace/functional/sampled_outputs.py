@@ -15,7 +15,7 @@ from laplace_debias.curvature.operators.linearisation import (
     gradients,
     linearised_by_reverse,
 )
-from laplace_debias.system.memory import is_out_of_memory
+from laplace_debias.system.memory import suppress_unsupported
 from laplace_debias.system.threads import FORWARD_MODE
 
 # The number of weight samples that are passed through the network together.
@@ -131,13 +131,10 @@ def _has_forward_derivative(network: nn.Module, names: Sequence[str], example: I
             leaves = [value.requires_grad_() for value in trained]
             return gradients([function(*leaves)], leaves, cotangents)
 
-    try:
-        return are_adjoint(push, pull, trained)
     # Operations without a forward derivative raise this error or one of its subclasses.
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
-        return False
+    with suppress_unsupported(RuntimeError):
+        return are_adjoint(push, pull, trained)
+    return False
 
 
 def _chunks(
@@ -153,11 +150,8 @@ def _chunks(
 
 def _for_each_sample(function: Callable[..., Tensor], samples: Sequence[Tensor]) -> Tensor:
     """Apply a function to each sample, vectorised if torch supports it."""
-    try:
+    with suppress_unsupported(RuntimeError):
         return vmap(function)(*samples)
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            raise
     # Recurrent layers cannot be vectorised, so the samples are processed one after the other.
     return torch.stack([function(*sample) for sample in zip(*samples, strict=True)])
 
