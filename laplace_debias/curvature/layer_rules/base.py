@@ -252,7 +252,9 @@ class LayerRule:
         )
         return [block]
 
-    def vector_block(self, name: str, path: str, size: int, kind: str) -> Block:
+    def vector_block(
+        self, name: str, path: str, size: int, kind: str, calls: tuple[str, ...] = ()
+    ) -> Block:
         """Make the exact block of a parameter that is treated as a vector."""
         return Block(
             name=name,
@@ -261,6 +263,7 @@ class LayerRule:
             rule=self,
             shape=(size, 1),
             kind=kind,
+            calls=calls,
             is_vector=True,
         )
 
@@ -283,10 +286,9 @@ class LayerRule:
             block: The block.
             values: For each of the block's parameters, a tensor of the same shape.
         """
-        parameter = values[0]
-        if parameter.ndim == 1:
-            return parameter.unsqueeze(-1)
-        matrices = self.matrices(layer, parameter)
+        if block.is_vector and not block.groups:
+            return values[0].flatten().unsqueeze(-1)
+        matrices = self.matrices(layer, values[0])
         if block.is_joint:
             last = values[1].unflatten(0, (*block.groups, -1)).unsqueeze(-1)
             matrices = torch.cat([matrices, last], dim=-1)

@@ -1,8 +1,6 @@
 """The rule for any parameter as a vector with an exact block, however the network uses it."""
 
-from collections.abc import Sequence
-
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layer_rules.base import Block, LayerRule
@@ -21,33 +19,6 @@ class GenericRule(LayerRule):
     def has_sequence(self, layer: nn.Module) -> bool:
         """Return False, because nothing is known about the positions."""
         return False
-
-    def parameter_block(self, name: str, path: str, size: int, calls: tuple[str, ...]) -> Block:
-        """Make the block of a parameter.
-
-        Args:
-            name: The parameter's name.
-            path: The path of the module that has the parameter.
-            size: The number of entries of the parameter.
-            calls: The paths of the modules whose calls read the parameter, and are run again; empty
-                if operations multiply by the parameter or add it, entry by entry.
-        """
-        return Block(
-            name=name,
-            parameters=(name,),
-            layer=path,
-            rule=self,
-            shape=(size, 1),
-            kind=self.kind,
-            calls=calls,
-            is_vector=True,
-        )
-
-    def entries(
-        self, layer: nn.Module, block: Block, values: Sequence[Tensor]
-    ) -> Shaped[Tensor, "size 1"]:
-        """Flatten the parameter."""
-        return values[0].flatten().unsqueeze(-1)
 
     def jacobian_rows(
         self,

@@ -1,10 +1,9 @@
 """Normalisations, whose scale and shift are vectors with exact blocks."""
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from laplace_debias.curvature.layer_rules.base import (
@@ -33,12 +32,6 @@ class NormRule(LayerRule):
         """Make the exact block of the scale, or of the shift."""
         name = f"{path}.{key}" if path else key
         return [self.vector_block(name, path, layer.get_parameter(key).numel(), self.kind)]
-
-    def entries(
-        self, layer: nn.Module, block: Block, values: Sequence[Tensor]
-    ) -> Shaped[Tensor, "size 1"]:
-        """Flatten the parameter."""
-        return values[0].flatten().unsqueeze(-1)
 
     def normalise(self, layer: Any, x: LayerInputs) -> Tensor:
         """Normalise the input without scale and shift."""

@@ -49,7 +49,7 @@ def curvature_blocks(
         if name in readers:
             size = parameters[name].numel()
             first_path = owners[id(parameters[name])][0]
-            blocks.append(GENERIC.parameter_block(name, first_path, size, readers[name]))
+            blocks.append(GENERIC.vector_block(name, first_path, size, GENERIC.kind, readers[name]))
             continue
         path, _, key = name.rpartition(".")
         layer = modules[path]
