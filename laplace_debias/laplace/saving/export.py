@@ -41,12 +41,12 @@ from laplace_debias.laplace.saving.onnx_program import (
     check_onnx_inputs,
     onnx_answers,
     onnx_model,
+    refusing,
 )
 from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.directions import Directions
 from laplace_debias.system.files import check_target, written_atomically
-from laplace_debias.system.memory import is_out_of_memory
 from laplace_debias.system.threads import FORWARD_MODE
 
 
@@ -222,22 +222,16 @@ def _trace(module: _Predictive, example: Inputs) -> torch.export.ExportedProgram
     # Two examples are used, because torch would treat a batch size of 1 as a constant.
     names, args, kwargs = _arguments(join([example, example]))
     shapes = {name: {0: torch.export.Dim("batch")} for name in names}
-    try:
-        # torch can trace in only one thread at a time, so the lock is held.
-        with FORWARD_MODE, torch.no_grad():
-            return torch.export.export(
-                module.eval(), args, kwargs, dynamic_shapes=shapes, strict=False
-            )
-    # torch's errors have no common base class, so every exception is caught.
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        raise NotImplementedError(
-            "torch.export cannot trace the model's forward pass with a variable number of "
-            f"examples ({type(error).__name__}: {reason}). Remove operations that depend on the "
-            "values of tensors (`if`, `.item()`, loops) or on a fixed number of examples."
-        ) from error
+    failure = (
+        "torch.export cannot trace the model's forward pass with a variable number of examples"
+    )
+    remedy = (
+        "Remove operations that depend on the values of tensors (`if`, `.item()`, loops) or on a "
+        "fixed number of examples."
+    )
+    # torch can trace in only one thread at a time, so the lock is held.
+    with refusing(failure, remedy), FORWARD_MODE, torch.no_grad():
+        return torch.export.export(module.eval(), args, kwargs, dynamic_shapes=shapes, strict=False)
 
 
 def _check_answers(answers: Answers, predicted: Distribution, source: str) -> None:

@@ -38,7 +38,7 @@ def onnx_model(program: torch.export.ExportedProgram, output_names: Sequence[str
     Raises:
         NotImplementedError: If ONNX has no operator for a part of the program.
     """
-    with _refusing("The program cannot be written as ONNX"):
+    with refusing("The program cannot be written as ONNX"):
         translated = torch.onnx.export(
             program, dynamo=True, output_names=list(output_names), verbose=False
         )
@@ -55,7 +55,7 @@ def onnx_answers(model: bytes, inputs: Mapping[str, Tensor]) -> Answers:
     """
     from onnxruntime import InferenceSession
 
-    with _refusing("onnxruntime cannot run the program as ONNX"):
+    with refusing("onnxruntime cannot run the program as ONNX"):
         session = InferenceSession(model, providers=["CPUExecutionProvider"])
         # Inputs on which the outputs do not depend are absent from the model and must not be
         # passed.
@@ -67,8 +67,8 @@ def onnx_answers(model: bytes, inputs: Mapping[str, Tensor]) -> Answers:
 
 
 @contextmanager
-def _refusing(failure: str) -> Iterator[None]:
-    """Raise a `NotImplementedError` that states the failure, unless memory ran out."""
+def refusing(failure: str, remedy: str = _REMEDY) -> Iterator[None]:
+    """Raise a `NotImplementedError` that states the failure and a remedy, unless memory ran out."""
     try:
         yield
     # The errors of torch, onnxscript, protobuf and onnxruntime have no common base class, so every
@@ -78,5 +78,5 @@ def _refusing(failure: str) -> Iterator[None]:
             raise
         reason = str(error).strip().partition("\n")[0]
         raise NotImplementedError(
-            f"{failure} ({type(error).__name__}: {reason}). {_REMEDY}"
+            f"{failure} ({type(error).__name__}: {reason}). {remedy}"
         ) from error
