@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from language import with_lora
 from networks import Net, dense_ggn
+from oracle import flat_jacobian
 from timm.models import create_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -232,7 +233,15 @@ def all_lora():
             lambda: net_with_head(
                 lambda m, x: logits(m, x) + m.offset[0], offset=nn.ParameterList([torch.zeros(3)])
             ),
-            r"head \(Linear\) and the parameter offset.0, used outside .*=\['head.weight'",
+            r"head \(Linear\) and the parameter offset.0, used outside .*"
+            r"=\['head.weight', 'head.bias', 'offset.0'\]",
+        ),
+        (
+            lambda: net_with_head(
+                lambda m, x: m.body(x) @ m.classes[0], classes=nn.ParameterList([torch.ones(5, 3)])
+            ),
+            r"body \(Linear\) and the parameter classes.0, used outside .*"
+            r"=\['classes.0', 'body.weight', 'body.bias'\]",
         ),
         (lambda: net_with_head(lambda m, x: logits(m, x).detach()), "the model has no such layer"),
         (lambda: Net(lambda m, x: m.norm(x), norm=nn.LayerNorm(4)).eval(), "no such layer"),
@@ -242,6 +251,26 @@ def test_what_is_not_one_trainable_layer_is_refused(model, says):
     torch.manual_seed(0)
     with pytest.raises(ValueError, match=says):
         Laplace(model(), params="last_layer").fit_batches(data())
+
+
+def test_a_model_that_differentiates_its_own_layers_is_refused_with_the_remedy():
+    """The force of a potential, as in networks of physics."""
+    torch.manual_seed(0)
+
+    def minus_gradient(model, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = logits(model, x).square().sum()
+            return -torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    model = net_with_head(minus_gradient).double()
+    batch = (X.double(), torch.randint(4, (len(X),)))
+    with pytest.raises(ValueError, match=r"differentiates through .* pass the names"):
+        Laplace(model, params="last_layer").fit_batches([batch])
+    la = Laplace(model, params=HEAD).fit_batches([batch])
+    J = flat_jacobian(model, batch[0], HEAD)
+    expected = J @ la.posterior.covariance.to_dense() @ J.mT
+    torch.testing.assert_close(la.functional(batch[0])[1], expected)
 
 
 def test_outputs_without_logits_are_refused():

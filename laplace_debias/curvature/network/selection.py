@@ -55,8 +55,12 @@ def last_layer_parameters(model: nn.Module, example: Inputs | None) -> list[str]
     titles = [f"{path} ({type(_owner(model, path)).__name__})" for path in layers]
     titles += [f"the parameter {n}, used outside of a layer" for n in parameters]
     inside = tuple(f"{path}." for path in layers)
-    names = [n for n, p in model.named_parameters() if p.requires_grad and n.startswith(inside)]
-    chosen = names if inside and names else "[...]"
+    names = [
+        n
+        for n, p in model.named_parameters()
+        if p.requires_grad and (n in parameters or n.startswith(inside))
+    ]
+    chosen = names or "[...]"
     raise ValueError(
         f'`params="{LAST_LAYER}"` needs a model with exactly one last layer, followed by '
         "differentiable operations only, but the model has "
@@ -80,13 +84,23 @@ def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
     for path, layer in layers.items():
         layer.register_forward_hook(_cutter(leaves, path), prepend=True)
     parameters = _parameters_that_count(network)
-    with torch.enable_grad():
-        outputs = call(network, take(inputs, slice(0, 1)))
-        called_layers = {path for path, _ in leaves}
-        if len(called_layers) < len(layers):
-            # Another example may take a different path, as in a mixture of experts.
-            leaves.clear()
-            outputs = call(network, take(inputs, slice(0, _NUM_EXAMPLES)))
+    try:
+        with torch.enable_grad():
+            outputs = call(network, take(inputs, slice(0, 1)))
+            called_layers = {path for path, _ in leaves}
+            if len(called_layers) < len(layers):
+                # Another example may take a different path, as in a mixture of experts.
+                leaves.clear()
+                outputs = call(network, take(inputs, slice(0, _NUM_EXAMPLES)))
+    except RuntimeError as error:
+        # The model's own derivative does not reach its inputs behind a detached layer.
+        if "not have been used in the graph" not in str(error):
+            raise
+        raise ValueError(
+            f'`params="{LAST_LAYER}"` is not available, because the forward pass differentiates '
+            "through the model's layers (torch.autograd.grad), and the search for the last layer "
+            f"detaches the layers from each other. {_REMEDY}"
+        ) from error
     if not outputs.requires_grad:
         return [], []
     names, tensors = zip(*leaves, *parameters.items(), strict=True)
