@@ -264,6 +264,12 @@ def test_operators_that_are_singular_to_rounding_are_refused(dtype):
         Permuted(EigenKronecker(U, None, tiny), order),
         LowRankPlusDiagonal(U * tiny.sqrt().T, torch.ones(3, dtype=dtype), 0.0),
         assume(Dense(U * tiny.T @ U.T), symmetric=True),
+        # A negative part cancels the diagonal, so the sum is not precise.
+        LowRankPlusDiagonal(
+            torch.eye(3, dtype=dtype)[:, :2],
+            torch.tensor([1.0, torch.finfo(dtype).eps - 1], dtype=dtype),
+            1.0,
+        ),
     ):
         with pytest.raises(
             ValueError, match=r"singular (in torch|because a pivot).*`A \+ c \* Identity"
@@ -293,6 +299,13 @@ def test_the_diagonal_does_not_lose_what_is_small_beside_the_remainder():
     expected = torch.tensor([1.0, 2.0, 1e14, 1e14], dtype=torch.float64)
     torch.testing.assert_close(exact_diagonal(A), expected)
     torch.testing.assert_close(A @ axes[:, 1], 2 * axes[:, 1])
+
+
+def test_the_trace_of_a_multiple_of_a_sum():
+    terms = [Kronecker(randn(2, 2, seed=seed), randn(3, 3)) for seed in (0, 1)]
+    A = 3 * (terms[0] + terms[1])
+    torch.testing.assert_close(exact_diagonal(A), A.to_dense().diagonal(), **CLOSE)
+    torch.testing.assert_close(exact_trace(A), A.to_dense().trace(), **CLOSE)
 
 
 def test_positive_semidefinite_roots_of_singular_operators():
@@ -367,6 +380,13 @@ def test_an_assumed_operator_is_taken_at_its_word():
     A = assume(Dense(M), symmetric=True)
     expected = torch.linalg.eigvalsh((M + M.T) / 2)
     torch.testing.assert_close(exact_eigh(A)[0].sort().values, expected, **CLOSE)
+
+
+def test_an_operator_without_a_new_assumption_is_returned_unchanged():
+    definite = Diagonal(randn(3).abs())
+    assert assume(definite, symmetric=True, positive_semidefinite=True) is definite
+    any_operator = Opaque(randn(3, 3))
+    assert assume(any_operator) is any_operator
 
 
 def test_closed_forms_are_differentiable():

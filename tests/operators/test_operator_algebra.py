@@ -149,6 +149,13 @@ def test_equal_directions_in_other_memory_are_not_taken_for_the_same():
     torch.testing.assert_close((A + B).to_dense(), 2 * A.to_dense())
 
 
+@pytest.mark.parametrize("combine", [torch.add, torch.matmul], ids=["sum", "product"])
+def test_axes_of_other_shapes_are_not_taken_for_the_same(combine):
+    row, column = (EigenKronecker(None, None, randn(*shape)) for shape in ((1, 6), (6, 1)))
+    combined = row + column if combine is torch.add else row @ column
+    torch.testing.assert_close(combined.to_dense(), combine(row.to_dense(), column.to_dense()))
+
+
 def test_the_middle_of_a_product_decides_whether_it_is_positive():
     X, Y = Opaque(randn(3, 5)), Opaque(randn(4, 3))
     for sign, is_positive in ((1.0, True), (-1.0, False)):

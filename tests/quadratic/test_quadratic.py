@@ -258,8 +258,10 @@ def test_bad_input_is_named(unchecked):
         Quadratic(q.value, g[:4], q.matrix, theta)
     with pytest.raises(ValueError, match="have the same dtype"):
         Quadratic(q.value, g.float(), q.matrix, theta)
-    with pytest.raises(ValueError, match="contains NaN or Inf"):
-        q.slope(torch.zeros(9).double())
+    for length in (0.0, torch.nan):
+        one_wrong = torch.tensor([1.0, length]).double() * randn(9, 2)
+        with pytest.raises(ValueError, match="contains NaN or Inf"):
+            q.slope(one_wrong)
     with pytest.raises(ValueError, match=r"direction has shape \(4,\)"):
         q.curvature(torch.ones(4).double())
     with pytest.raises(ValueError, match="one position"):

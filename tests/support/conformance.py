@@ -221,8 +221,10 @@ class OperatorConformance:
         self.close(operator, operator[-1], dense[-1])
         self.close(operator, operator[:, 1], dense[:, 1])
         self.close(operator, operator[0, n - 1], dense[0, n - 1])
-        with pytest.raises(IndexError, match="out of range"):
-            operator[m]
+        self.close(operator, operator[0, -n], dense[0, 0])
+        for beyond in (m, -m - 1):
+            with pytest.raises(IndexError, match="out of range"):
+                operator[beyond]
         with pytest.raises(IndexError, match="out of bounds"):
             operator[:, [0, n]]
 
