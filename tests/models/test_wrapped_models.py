@@ -145,6 +145,29 @@ def test_a_replicated_model_is_the_plain_one(process_group, replicates_part, tmp
     assert torch.equal(la.predict(X).probs, Laplace(plain()).fit(DATA).predict(X).probs)
 
 
+@pytest.mark.parametrize("replicates_part", [False, True])
+def test_wrapped_modules_may_be_replicated(process_group, replicates_part, tmp_path):
+    def replicated(model):
+        if replicates_part:
+            model.body = checkpoint_wrapper(model.body)
+            replicate(model.body)
+            return model
+        model = checkpoint_wrapper(checkpointed_part(model))
+        replicate(model)
+        return model
+
+    is_the_same(replicated, tmp_path)
+    wrapped = replicated(plain())
+    body = wrapped.body
+    Laplace(wrapped, params="last_layer").fit(DATA)
+    # The user's own module still has its wrapped part.
+    assert wrapped.body is body
+    wrapped.register_forward_hook(lambda module, x, outputs: 2 * outputs)
+    if not replicates_part:
+        with pytest.raises(ValueError, match="around Parts has forward hooks"):
+            Laplace(wrapped)
+
+
 def test_bayesian_layers_of_a_model_replicated_by_fsdp_raise(process_group):
     composable = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
     model = plain()

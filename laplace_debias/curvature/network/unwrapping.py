@@ -33,17 +33,19 @@ def unwrapped(model: nn.Module, plain_modules: dict[int, nn.Module] | None = Non
     model = without_outer_wrappers(model)
     if id(model) in plain_modules:
         return plain_modules[id(model)]
-    plain = model
+    inside = model
+    if is_replicated(model):
+        inside = without_outer_wrappers(without_communication(model))
+    plain = inside
     if is_unit(model):
         plain = with_gathering(without_outer_wrappers(without_communication(model)))
-    elif is_replicated(model):
-        plain = without_communication(model)
     for name, child in list(plain._modules.items()):
         plain_child = None if child is None else unwrapped(child, plain_modules)
         if plain_child is not child:
-            if plain is model:
-                plain = copy.copy(model)
-                plain.__dict__["_modules"] = model._modules.copy()
+            if plain is inside:
+                # Do not change the user's own module.
+                plain = copy.copy(inside)
+                plain.__dict__["_modules"] = inside._modules.copy()
             plain._modules[name] = plain_child
     plain_modules[id(model)] = plain
     return plain
@@ -57,9 +59,9 @@ def without_outer_wrappers(model: nn.Module) -> nn.Module:
         inside = None
         if isinstance(model, _PARALLEL):
             inside = model._modules["module"]
-        elif not is_unit(model):
+        elif not is_unit(model) and not is_replicated(model):
             # The hooks of `fully_shard` have to stay around the module whose parameters they
-            # gather.
+            # gather. Those of `replicate` are removed with the class that it gives to the module.
             inside = next(filter(None, map(model._modules.get, _INSIDE)), None)
         if inside is not None and (model._forward_hooks or model._forward_pre_hooks):
             raise ValueError(
