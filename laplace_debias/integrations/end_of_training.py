@@ -84,10 +84,11 @@ def _unchanged_random_states(model: nn.Module) -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def _first_batch(loader: Any) -> list[Any] | None:
-    """Read the first batch of a loader without its workers, and without changing its order.
+def _first_batch(loader: Any, network: nn.Module) -> list[Any] | None:
+    """Read the first batch of a loader without its workers, and without changing later batches.
 
-    A copy of the sampler chooses the examples, because a sampler may have its own generator.
+    The sampler and the collator are copied, because both may have their own generators. The
+    network, which a collator may refer to, is not copied.
 
     Returns:
         The batch in a list, which is empty if the loader has no batches. None if the batch cannot
@@ -97,13 +98,14 @@ def _first_batch(loader: Any) -> list[Any] | None:
     if batches is None or _is_stream(loader):
         return None
     dataset = loader.dataset
+    shared_objects = {id(shared): shared for shared in (dataset, *network.modules())}
     try:
-        copied_batches = copy.deepcopy(batches, {id(dataset): dataset})
-    # Copying attributes of a user's sampler may raise any error.
+        copied_batches, collate = copy.deepcopy((batches, loader.collate_fn), shared_objects)
+    # Copying attributes of a user's sampler or collator may raise any error.
     except Exception:
         return None
     indices = list(itertools.islice(copied_batches, 1))
-    return list(DataLoader(dataset, batch_sampler=indices, collate_fn=loader.collate_fn))
+    return list(DataLoader(dataset, batch_sampler=indices, collate_fn=collate))
 
 
 def _shared_loader(loader: Any) -> Any:
@@ -232,25 +234,27 @@ class PosteriorAtEnd:
         """Return an unfitted `Laplace` for a network, which must be in eval mode."""
         return Laplace(network, self.likelihood, **self.options)
 
-    def check(self, la: Laplace, train_loader: Any, validation_loader: Any) -> None:
+    def check(self, network: nn.Module, train_loader: Any, validation_loader: Any) -> None:
         """Check the loaders, and their first batches as a fit does, before training starts.
 
         The first batch of a stream is not read, because the training would then start without it.
 
         Args:
-            la: An unfitted posterior of the network.
+            network: The network, in either mode.
             train_loader: The training loader.
             validation_loader: The validation loader; None without tuning.
 
         Raises:
-            Exception: If the fit would reject the data, or does not support the network.
+            Exception: If `Laplace` rejects the options, or the fit would reject the data or the
+                network.
         """
+        la = self.unfitted(copy_in_eval_mode(network))
         self._check_loaders(train_loader, validation_loader)
-        with _unchanged_random_states(la.model):
-            train_batches = _first_batch(train_loader)
+        with _unchanged_random_states(network):
+            train_batches = _first_batch(train_loader, network)
             if train_batches is not None:
                 self._check_batches(la, train_batches, "training")
-            validation_batches = _first_batch(validation_loader)
+            validation_batches = _first_batch(validation_loader, network)
             if validation_batches is not None:
                 self._check_batches(la, validation_batches, "validation")
 

@@ -93,8 +93,8 @@ class LaplaceCallback(Callback):
         if "batch" not in self._settings.options:
             _check_hooks(trainer, pl_module)
         validation_loader = _validation_loader(trainer) if self._settings.tune else None
-        la = self._settings.unfitted(copy_in_eval_mode(self._network(pl_module)))
-        self._settings.check(la, _training_loader(trainer), validation_loader)
+        network = self._network(pl_module)
+        self._settings.check(network, _training_loader(trainer), validation_loader)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit, tune, log and save the posterior, after the last checkpoint has been written."""

@@ -112,8 +112,7 @@ class LaplaceCallback(TrainerCallback):
         _check_problem_type(problem_type, self._settings.likelihood)
         if args.label_smoothing_factor and self._trainer.compute_loss_func is None:
             _warn_of_label_smoothing(args.label_smoothing_factor, self._settings.likelihood)
-        la = self._unfitted_posterior()
-        self._settings.check(la, kwargs["train_dataloader"], self._evaluation_loader())
+        self._settings.check(model, kwargs["train_dataloader"], self._evaluation_loader())
 
     def on_train_end(
         self,

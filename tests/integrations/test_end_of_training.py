@@ -237,6 +237,21 @@ def test_lightning_without_checkpoints_has_the_posterior_of_the_last_weights(
     torch.testing.assert_close(callback.laplace.mean, weights, rtol=0, atol=0)
 
 
+def test_lightning_without_checkpoints_has_the_posterior_of_averaged_weights(
+    lightning, tmp_path, unchecked
+):
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    callback = LaplaceCallback(curvature="diag", tune=False)
+    averaging = StochasticWeightAveraging(1e-2, swa_epoch_start=1)
+    trained = module(lightning, None)
+    trainer(lightning, tmp_path, [callback, averaging]).fit(trained, TRAIN, VALIDATION)
+    weights = nn.utils.parameters_to_vector(averaging._average_model.parameters())
+    torch.testing.assert_close(callback.laplace.mean, weights, rtol=0, atol=0)
+
+
 class RecordingPrecision(nn.Linear):
     """A layer that records the precision of matrix products on a GPU."""
 
@@ -591,17 +606,52 @@ def test_the_checks_leave_no_worker_processes():
     )
     state = generator.get_state()
     settings = PosteriorAtEnd("classification", "full", tune=False, options={})
-    settings.check(settings.unfitted(mlp().eval()), loader, None)
+    settings.check(mlp(), loader, None)
     assert torch.equal(generator.get_state(), state)
     assert loader._iterator is None
     assert not multiprocessing.active_children()
+
+
+class Masking:
+    """A collator with its own generator, which refers to the network, as Hugging Face's may."""
+
+    def __init__(self, network):
+        self.network = network
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, examples):
+        x, y = torch.utils.data.default_collate(examples)
+        assert self.network.inner.weight.data_ptr() == self.network.address
+        return x * (torch.rand(x.shape, generator=self.generator) > 0.1), y
+
+
+class Addressed(nn.Module):
+    """A network that contains the address of its weight, which differs in a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 3)
+        self.address = self.inner.weight.data_ptr()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_the_checks_do_not_advance_the_generator_of_a_collator():
+    network = Addressed()
+    collate = Masking(network)
+    loader = DataLoader(TRAIN.dataset, 50, shuffle=True, collate_fn=collate)
+    state = collate.generator.get_state()
+    settings = PosteriorAtEnd("classification", "full", tune=True, options={})
+    settings.check(network, loader, loader)
+    assert torch.equal(collate.generator.get_state(), state)
 
 
 def test_the_checks_warn_if_memory_is_too_small(monkeypatch):
     monkeypatch.setattr(plans, "available_memory", lambda _: 1_000)
     settings = PosteriorAtEnd("classification", "auto", tune=False, options={})
     with pytest.warns(UserWarning, match="may not fit into memory at the end of training"):
-        settings.check(settings.unfitted(mlp().eval()), TRAIN, None)
+        settings.check(mlp(), TRAIN, None)
 
 
 class Gated(nn.Module):
@@ -627,15 +677,16 @@ def test_the_checks_accept_an_expert_that_the_first_batch_does_not_use():
     loader = DataLoader(TensorDataset(x[order], y[order]), 50)
     names = ["experts.0.weight", "experts.1.weight", "head.weight"]
     settings = PosteriorAtEnd("classification", "full", tune=False, options={"params": names})
-    la = settings.unfitted(Gated().eval())
+    model = Gated().eval()
     with pytest.warns(UserWarning, match=r"fails if its data is like this.*experts\.1\.weight"):
-        settings.check(la, loader, None)
+        settings.check(model, loader, None)
+    la = settings.unfitted(model)
     settings.fit(la, loader, None)
     assert len(la.mean) == 4 * 8 * 2 + 8 * 3
     settings = PosteriorAtEnd("classification", "full", tune=False, options={})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        settings.check(settings.unfitted(Gated().eval()), loader, None)
+        settings.check(Gated(), loader, None)
 
 
 def test_lightning_accepts_a_dictionary_with_one_loader(lightning, tmp_path, unchecked):
