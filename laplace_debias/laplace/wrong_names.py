@@ -50,13 +50,15 @@ EQUIVALENTS = {
 OTHER_NAMES = {
     "class_weight": "likelihood=Categorical(class_weights=...)",
     "class_weights": "likelihood=Categorical(class_weights=...)",
+    "cuda": "la.save(path), then model.cuda(), then Laplace.load(path, model)",
     "interval": "la.marginals(x).icdf(levels) for a regression, or Conformal(la)",
     "predict_interval": "la.marginals(x).icdf(levels) for a regression, or Conformal(la)",
     "predict_proba": "la.predict(x).probs",
     "return_std": "la.predict(x).stddev",
     "sample_weight": "batches (x, y, weights)",
+    "to": "la.save(path), then model.to(device), then Laplace.load(path, model)",
 }
-"""Names that users of scikit-learn and of the class `Categorical` expect, and their equivalents."""
+"""Names that users of scikit-learn and of torch's modules expect, and their equivalents."""
 SETTABLE = ("prior_precision", "prior_mean", "temperature", "link", "sigma")
 """The attributes of `Laplace` that can be set without a new fit."""
 CURVATURES = {"kron": "kfac"}

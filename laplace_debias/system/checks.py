@@ -102,8 +102,7 @@ def check_no_autocast(device: torch.device, dtype: torch.dtype = torch.float32) 
         raise RuntimeError(
             f"torch.autocast({device.type!r}) is on, but curvature, predictions and products of "
             "operators must be computed in their own dtype. Call this outside the autocast "
-            f"context, or disable autocast here with torch.autocast({device.type!r}, "
-            "enabled=False)."
+            f"context, or within `with torch.autocast({device.type!r}, enabled=False):`."
         )
 
 

@@ -322,8 +322,44 @@ def test_autocast_is_refused():
             la.predict(x, method)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast"):
         la.sample(2)
-    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
-        assert la.predict(x).probs.dtype == torch.float32
+    expected = la.predict(x).probs
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError) as error:
+            la.predict(x)
+        # The error contains a statement that can be executed.
+        statement = str(error.value).split("`")[1]
+        results = {}
+        exec(f"{statement} results['probs'] = la.predict(x).probs")
+    assert torch.equal(results["probs"], expected)
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+def test_a_moved_model_is_refused_with_the_way_to_move_the_posterior(params):
+    x, y = examples()
+    model = Mlp().eval()
+    la = Laplace(model, params=params).fit_batches([(x, y)])
+    expected = la.predict(x).probs
+    model.double()
+    with pytest.raises(RuntimeError, match=r"in torch.float64.* with model.to\(torch.float32\)"):
+        la.predict(x)
+    model.to(torch.float32)
+    assert torch.equal(la.predict(x).probs, expected)
+    for attribute in ("to", "cuda"):
+        with pytest.raises(AttributeError, match=r"la\.save.*Laplace\.load\(path, model\)"):
+            getattr(la, attribute)
+    model.to("meta")
+    for use in (la.predict, la.functional):
+        with pytest.raises(RuntimeError, match=r"now on meta, .* Laplace\.load\(path, model\)"):
+            use(x)
+
+
+def test_a_model_rounded_to_half_precision_is_refused_with_the_cause():
+    x, y = examples()
+    model = Mlp().eval()
+    la = Laplace(model).fit_batches([(x, y)])
+    model.half()
+    with pytest.raises(RuntimeError, match="conversion to half precision rounds"):
+        la.predict(x)
 
 
 class AutocastInside(nn.Module):

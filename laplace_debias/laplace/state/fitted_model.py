@@ -12,7 +12,7 @@ from laplace_debias.curvature.network.adapters import AdapterState, adapter_stat
 from laplace_debias.curvature.network.change_detector import ChangeDetector
 from laplace_debias.curvature.network.fingerprints import fingerprint
 from laplace_debias.curvature.network.module_snapshot import ModuleSnapshot
-from laplace_debias.curvature.network.precision import wide
+from laplace_debias.curvature.network.precision import NARROW, wide
 from laplace_debias.curvature.network.unwrapping import without_outer_wrappers
 from laplace_debias.laplace.state.model_spec import ModelSpec
 from laplace_debias.laplace.state.parameter_blocks import ParameterBlocks
@@ -124,11 +124,18 @@ def _check_same_adapters(
 def _check_same_values(parameters: list[nn.Parameter], mean: Float[Tensor, " D"]) -> None:
     """Require that parameters have the same device, dtype and values as at the fit."""
     dtype = reduce(torch.promote_types, {wide(parameter.dtype) for parameter in parameters})
+    if dtype != mean.dtype:
+        raise RuntimeError(
+            f"The model is now in {dtype}, but was in {mean.dtype} when it was fitted. Convert it "
+            f"back with model.to({mean.dtype}), or fit again."
+        )
     for parameter in parameters:
-        if parameter.device != mean.device or dtype != mean.dtype:
+        if parameter.device != mean.device:
             raise RuntimeError(
-                f"The model is now on {parameter.device} in {dtype}, but was on "
-                f"{mean.device} in {mean.dtype} when it was fitted. Move it back, or fit again."
+                f"The model is now on {parameter.device}, but was on {mean.device} when it was "
+                f"fitted. Move it back with model.to('{mean.device}'). To use the posterior on "
+                f"{parameter.device}, save it with la.save(path), move the model, and load the "
+                "posterior with la = Laplace.load(path, model)."
             )
     sizes = [parameter.numel() for parameter in parameters]
     has_changed = sum(sizes) != len(mean)
@@ -136,8 +143,11 @@ def _check_same_values(parameters: list[nn.Parameter], mean: Float[Tensor, " D"]
         for parameter, values in zip(parameters, mean.split(sizes), strict=True):
             has_changed |= not torch.equal(parameter.detach().flatten().to(dtype), values)
     if has_changed:
+        cause = ""
+        if any(parameter.dtype in NARROW for parameter in parameters):
+            cause = " (a conversion to half precision rounds them)"
         raise RuntimeError(
-            "The model's parameters have changed since the fit, so the posterior is no "
+            f"The model's parameters have changed since the fit{cause}, so the posterior is no "
             "longer valid. Fit again."
         )
 
