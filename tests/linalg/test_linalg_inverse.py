@@ -1,5 +1,7 @@
 """Inverses as operators, and the Neumann series, against dense solves."""
 
+import math
+
 import pytest
 import torch
 from matrices import Opaque
@@ -115,6 +117,29 @@ def test_least_squares_warn_and_refuse_with_a_remedy():
         inverse(A, "lsmr", tol=0.0)
     with pytest.raises(ValueError, match=r"`method` is 'lsqr'.*mean 'lsmr'"):
         inverse(A, "lsqr")
+
+
+@pytest.mark.parametrize("method", ["cg", "lsmr"])
+@pytest.mark.parametrize("entry", [math.nan, math.inf])
+def test_an_inverse_refuses_a_right_hand_side_that_is_not_finite(method, entry):
+    b = B.clone()
+    b[3, 1] = entry
+    with pytest.raises(ValueError, match="`b` contains NaN or Inf"):
+        inverse(POSITIVE, method) @ b
+
+
+def test_least_squares_refuse_an_operator_that_is_not_finite():
+    matrix = GENERAL.matrix.clone()
+    matrix[3, 1] = math.nan
+    with pytest.raises(ValueError, match="adjoint of Matrix contains NaN or Inf"):
+        inverse(Matrix(matrix), "lsmr") @ B
+
+
+def test_least_squares_are_zero_for_a_right_hand_side_of_zeros():
+    b = torch.stack([torch.zeros(SIZE).double(), B[:, 0]], dim=1)
+    solution = inverse(GENERAL, "lsmr", tol=1e-13) @ b
+    assert not solution[:, 0].any()
+    torch.testing.assert_close(GENERAL.matrix @ solution[:, 1], B[:, 0], rtol=0, atol=1e-8)
 
 
 def test_neumann_series_has_as_many_terms_as_asked_for():

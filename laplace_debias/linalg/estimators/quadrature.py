@@ -172,7 +172,7 @@ def _exact_quadrature(eigenvalues: Tensor, num_matvecs: int) -> Quadrature:
     nodes = eigenvalues[None]
     return Quadrature(
         nodes=nodes,
-        weights=torch.full_like(nodes, 1 / eigenvalues.numel()),
+        weights=torch.ones_like(nodes) / eigenvalues.numel(),
         alphas=nodes[:, :0],
         betas=nodes[:, :0],
         num_matvecs=num_matvecs,

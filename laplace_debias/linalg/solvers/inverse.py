@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laplace_debias.linalg.checks import check_choice, check_square
+from laplace_debias.linalg.checks import check_choice, check_right_side, check_square
 from laplace_debias.linalg.solvers.conjugate_gradient import Preconditioner, cg
 from laplace_debias.operators.base import LinearOperator
 from laplace_debias.operators.differentiable_product import DifferentiableProduct
+from laplace_debias.operators.dispatch import not_finite_error
 from laplace_debias.operators.exact import exact_inverse
 from laplace_debias.operators.structures.wrappers import SelfAdjoint, Wrapper
 from laplace_debias.system.checks import real, whole
@@ -133,6 +134,7 @@ class LeastSquaresInverse(Wrapper):
         # Import SciPy only here, because its import is slow.
         from scipy.sparse.linalg import lsmr
 
+        check_right_side(self.operator, matrix, "b")
         operator = self.operator.to_scipy()
         max_iter = 10 * len(matrix) if self.max_iter is None else self.max_iter
 
@@ -143,7 +145,11 @@ class LeastSquaresInverse(Wrapper):
             # SciPy may stop because of its estimate of the condition number, which is right only if
             # the norm of the operator is about 1. Therefore, scale the operator.
             scale = np.linalg.norm(operator.rmatvec(unit).astype(np.float64))
-            if not (norm > 0 and scale > 0):
+            if not np.isfinite(scale):
+                raise not_finite_error(
+                    f"A product with the adjoint of {type(self.operator).__name__}"
+                )
+            if scale == 0:
                 return np.zeros(self.operator.shape[1], right_side.dtype), True
             scaled_operator = operator * (1 / scale)
             # Do not limit the condition number, because a limit would end solves too early. In
