@@ -22,8 +22,8 @@ _OVERLAP = 0.1
 class CompletenessCheck:
     """A Krylov sequence in the complement of the converged pairs, which detects missed pairs.
 
-    The constructor reduces the basis to the converged pairs, and adds the random start of the
-    sequence. `search` then expands the sequence, and keeps these attributes up to date.
+    The constructor reduces the basis to the converged pairs. `search` then expands the sequence,
+    from a random start, and keeps these attributes up to date.
 
     Attributes:
         start: Index of the sequence's first row in the basis; the converged pairs are the rows
@@ -44,7 +44,6 @@ class CompletenessCheck:
         self.steps = 0
         self.is_exhausted = False
         self.has_restarted = False
-        basis.add_random()
 
     def has_found(self, goal: float) -> bool:
         """Whether the sequence contains a Ritz value beyond the last requested eigenvalue."""
