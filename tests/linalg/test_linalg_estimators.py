@@ -73,6 +73,15 @@ def test_square_of_the_frobenius_norm_is_unbiased_for_rectangular_operators():
     assert abs(error) < 4 * squares.std() / RUNS**0.5
 
 
+def test_the_frobenius_norm_of_rectangular_operators_is_exact_with_a_product_per_column():
+    for shape in ((7, 4), (4, 7)):
+        A = Matrix(torch.randn(*shape, dtype=torch.float64, generator=generator(4)))
+        norm = frobenius_norm(A, num_matvecs=7)
+        assert float(norm.value) == pytest.approx(float(A.matrix.norm()), rel=1e-14)
+        assert float(norm.standard_error) == 0
+        assert norm.num_matvecs == shape[1]
+
+
 @pytest.mark.parametrize("scale", [1e-12, 1e-18, 1e12, 1e18])
 def test_the_frobenius_norm_in_single_precision_does_not_depend_on_the_scale(scale):
     # A power of two changes no digit.

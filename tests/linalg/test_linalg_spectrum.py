@@ -1,6 +1,7 @@
 """Spectral densities, traces of functions and log-determinants by Lanczos quadrature."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -55,6 +56,20 @@ def test_moments_of_nodes_and_weights_are_those_of_the_probes():
             power = A.matrix @ power
 
 
+def test_averaged_rules_have_the_moments_of_the_probes():
+    A = symmetric(VALUES)
+    num_steps = 8
+    rule = quadrature.lanczos_quadrature(A, 3, num_steps, generator=generator(4))
+    nodes, weights = rule.averaged_rule(num_steps)
+    source = generator(4)
+    for probe_nodes, probe_weights in zip(nodes, weights, strict=True):
+        probe = power = torch.empty(SIZE).double().bernoulli_(generator=source) * 2 - 1
+        for degree in range(2 * num_steps):
+            moment = (probe_weights * probe_nodes**degree).sum()
+            torch.testing.assert_close(moment, probe @ power / SIZE, rtol=1e-9, atol=0)
+            power = A.matrix @ power
+
+
 def test_exhausted_krylov_spaces_keep_exact_moments():
     values = torch.tensor([0.0, 1.0, 3.0]).repeat(40)
     density = spectral_density(
@@ -85,8 +100,12 @@ def test_structured_operators_have_an_exact_density():
 def test_width_is_respected_and_must_be_resolved():
     A = symmetric(VALUES)
     assert spectral_density(A, width=0.2, num_steps=20).width == 0.2
-    with pytest.raises(ValueError, match="num_points"):
-        spectral_density(A, 20, width=0.01, num_steps=20)
+    with pytest.raises(ValueError, match=r"Set `num_points` to \d+ or more") as error:
+        spectral_density(A, 20, width=0.01)
+    least = int(re.search(r"to (\d+) or more", str(error.value))[1])
+    assert spectral_density(A, least, width=0.01).width == 0.01
+    with pytest.raises(ValueError, match=f"to {least} or more"):
+        spectral_density(A, least - 1, width=0.01)
 
 
 @pytest.mark.parametrize("scale", ["linear", "log"])
@@ -131,6 +150,11 @@ def test_logdet_of_an_indefinite_operator_is_refused():
     for num_steps in (5, 50):
         with pytest.raises(ValueError, match="Add damping"):
             logdet(symmetric(VALUES - 1), 10, num_steps, generator=generator())
+
+
+def test_the_trace_of_an_operator_without_columns_is_zero():
+    for A in (Diagonal(VALUES[:0]), Dense(torch.empty(0, 0))):
+        assert matrix_function_trace(A, torch.exp).value == 0
 
 
 def test_functions_that_are_not_finite_are_refused():

@@ -134,6 +134,28 @@ def test_intervals_of_a_few_examples_stay_in_the_range_of_the_metric():
             assert lowest <= interval.low < interval < interval.high <= highest
 
 
+def test_shares_of_several_outputs_are_means_over_examples():
+    targets = 1.5 * torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
+    deviations = (torch.ones(60, 2), torch.full((60, 2), 0.5))
+    report, other_report = (
+        metrics.evaluate_regression(torch.zeros(60, 2), deviation, targets)
+        for deviation in deviations
+    )
+    # The fraction of an example's outputs within 1.96 standard deviations, which may be 1/2.
+    inside, other_inside = (
+        (targets.abs() < 1.959964 * deviation).double().mean(1) for deviation in deviations
+    )
+    interval = report["coverage"]
+    assert (interval.low, interval.high) == pytest.approx(
+        mean_interval(inside.mean().item(), inside, 0.95)
+    )
+    gain = inside - other_inside
+    difference = metrics.compare(report, other_report)["coverage"]
+    assert (difference.low, difference.high) == pytest.approx(
+        mean_interval(gain.mean().item(), gain, 0.95)
+    )
+
+
 @pytest.mark.parametrize("n", [3, 40])
 def test_shares_of_several_outputs_without_a_miss_have_wilsons_interval(n):
     z = stats.norm.ppf(0.975)

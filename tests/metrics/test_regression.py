@@ -185,6 +185,8 @@ GOOD = torch.ones(3)
     [
         (lambda: metrics.crps(GOOD, GOOD, GOOD[:2]), "`targets` has shape"),
         (lambda: metrics.crps(GOOD, 0 * GOOD, GOOD), "must be positive"),
+        (lambda: metrics.gaussian_pit(GOOD, 0 * GOOD, GOOD), "must be positive"),
+        (lambda: metrics.gaussian_pit(GOOD, GOOD, GOOD[:2]), "`targets` has shape"),
         (lambda: metrics.crps(GOOD, GOOD, GOOD / 0), "NaN or Inf"),
         (lambda: metrics.crps(GOOD.long(), GOOD, GOOD), "floating point"),
         (lambda: metrics.rmse(GOOD[:0], GOOD[:0]), "is empty"),

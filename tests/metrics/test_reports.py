@@ -136,6 +136,23 @@ def test_numbers_have_no_negative_standard_deviation():
         metrics.evaluate_numbers(mean, deviations, y, log_probs=-y.abs())
 
 
+def test_the_scaled_error_of_numbers_needs_positive_standard_deviations():
+    mean, y = torch.randn(2, 20)
+    deviations = torch.rand(20) + 1
+    report = metrics.evaluate_numbers(mean, deviations, y, log_probs=-y.abs())
+    error, expected = (
+        metric_report["scaled_error"]
+        for metric_report in (report, metrics.evaluate_regression(mean, deviations, y))
+    )
+    assert (error.value, error.low, error.high) == pytest.approx(
+        (expected.value, expected.low, expected.high)
+    )
+    deviations[3] = 0.0
+    without = metrics.evaluate_numbers(mean, deviations, y, log_probs=-y.abs())
+    assert "scaled_error" not in without
+    assert without["rmse"].value == report["rmse"].value
+
+
 def test_every_metric_of_a_report_is_described():
     a, _, labels = predictions()
     mean, y = torch.randn(2, 20)
