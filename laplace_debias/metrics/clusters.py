@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Integer, Shaped
 from torch import Tensor
 
+from laplace_debias.metrics.intervals import student_quantile
+
 
 def by_example(
     influence: Shaped[Tensor, " n"], examples: Integer[Tensor, " n"] | None
@@ -31,23 +33,42 @@ def by_example(
     return mean + sums * (len(names) / len(influence))
 
 
-def effective_size(values: Shaped[Tensor, " n"], examples: Integer[Tensor, " n"] | None) -> float:
-    """Compute how many independent rows would give the mean of `values` the same variance.
+def effective_size(
+    values: Shaped[Tensor, " n"], examples: Integer[Tensor, " n"] | None, level: float
+) -> float:
+    r"""Compute the number of independent rows that give a fraction the same confidence interval.
 
-    The number is at most n, even if the rows of an example are negatively dependent. If all values
-    are equal, it is the number of examples. It is 1 for a single example, because its rows do not
-    show how much examples differ. With fewer than ten examples, the number is uncertain, and
-    intervals that are based on it are too narrow.
+    With the variance $s^2$ of the n rows and the variance $v$ of their mean, which is computed from
+    the k examples, the number is $(s^2/v)\,(t_{n-1}/t_{k-1})^2$, and n at most. The quantiles t of
+    Student's distribution account for the uncertainty of $v$ if there are few examples. If each
+    example has one row, the number is n.
+
+    If all values are equal, the number is that of the examples. It is 1 for a single example,
+    because its rows do not show how much examples differ.
+
+    Args:
+        values: The value of each row.
+        examples: The example of each row; None if each row is an example.
+        level: Nominal coverage of the confidence interval.
 
     Reference:
-        Franco, Little, Louis, Slud. Comparative study of confidence intervals for proportions in
-        complex sample surveys. Journal of Survey Statistics and Methodology, 2019.
+        Korn, Graubard. Confidence intervals for proportions with small expected number of positive
+        counts estimated from survey data. Survey Methodology, 1998. For Wilson's interval: Franco,
+        Little, Louis, Slud. Comparative study of confidence intervals for proportions in complex
+        sample surveys. Journal of Survey Statistics and Methodology, 2019.
     """
+    num_rows = len(values)
     if examples is None:
-        return len(values)
+        return num_rows
     influence_of_examples = by_example(values, examples)
-    variance = values.double().var(correction=0)
-    if variance == 0 or len(influence_of_examples) == 1:
-        return len(influence_of_examples)
-    variance_of_mean = influence_of_examples.var(correction=0) / len(influence_of_examples)
-    return min((variance / variance_of_mean).item(), len(values))
+    num_examples = len(influence_of_examples)
+    if num_examples == 1:
+        return 1
+    variance = values.double().var()
+    if variance == 0:
+        return num_examples
+    variance_of_mean = influence_of_examples.double().var() / num_examples
+    ratio_of_quantiles = student_quantile(level, num_rows - 1) / student_quantile(
+        level, num_examples - 1
+    )
+    return min((variance / variance_of_mean).item() * ratio_of_quantiles**2, num_rows)

@@ -58,6 +58,14 @@ def normal_quantile(level: float) -> float:
     return torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item()
 
 
+def student_quantile(level: float, degrees_of_freedom: int) -> float:
+    """Return the half-width of Student's t interval in standard errors."""
+    # Import SciPy only here, because its import is slow.
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees_of_freedom, (1 + level) / 2))
+
+
 def proportion_interval(successes: float, total: float, level: float) -> tuple[float, float]:
     """Compute Wilson's score interval for a probability.
 
@@ -110,9 +118,6 @@ def mean_interval(
     Reference:
         Hall. On the removal of skewness by transformation. JRSS B, 1992, equation 2.5.
     """
-    # Import SciPy only here, because its import is slow.
-    from scipy.special import stdtrit
-
     n = len(influence)
     if n < 2:
         return math.nan, math.nan
@@ -122,7 +127,7 @@ def mean_interval(
         return value, value
     skewness = (centred / deviation).pow(3).mean().item()
     standard_error = deviation / math.sqrt(n - 1)
-    quantile = float(stdtrit(n - 1, (1 + level) / 2))
+    quantile = student_quantile(level, n - 1)
 
     asymmetry = skewness / math.sqrt(n)
     low = value - standard_error * _hall_quantile(quantile, asymmetry)

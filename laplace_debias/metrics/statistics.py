@@ -66,14 +66,14 @@ class Proportion(Statistic):
     def interval(self, level: float) -> Interval:
         """The value with its confidence interval."""
         num_hits = self.influence.double().sum().item()
-        size = effective_size(self.influence, self.examples)
+        size = effective_size(self.influence, self.examples, level)
         low, high = proportion_interval(num_hits * size / len(self.influence), size, level)
         return Interval(self.value, low, high)
 
     def difference(self, reference: "Proportion", level: float) -> Interval:
         """This metric minus a reference method's metric on the same examples."""
         difference = self.influence - reference.influence
-        size = effective_size(difference, self._examples_with(reference))
+        size = effective_size(difference, self._examples_with(reference), level)
         low, high = paired_proportions_interval(difference, size, level)
         return Interval(self.value - reference.value, low, high)
 
