@@ -35,7 +35,7 @@ from laplace_debias.laplace.functional.gaussian_outputs import DenseOutputs
 from laplace_debias.laplace.functional.joint import joint_moments
 from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.gaussian_prior import GaussianPrior, setup_with_prior
-from laplace_debias.laplace.links import Link, SecondMoments
+from laplace_debias.laplace.links import Link, SecondMoments, link_from
 from laplace_debias.laplace.prediction.predictive import (
     FitWithLink,
     PredictionMethod,
@@ -49,7 +49,6 @@ from laplace_debias.laplace.state.fit_report import FitReport
 from laplace_debias.laplace.state.fitted import (
     FitSetup,
     FittedPosterior,
-    checked_link,
     checked_setup,
     checked_temperature,
 )
@@ -777,7 +776,7 @@ class Laplace(Predictor):
 
     @link.setter
     def link(self, value: str | Link | None) -> None:
-        link = checked_link(value, self.likelihood)
+        link = link_from(value, self.likelihood)
         with _EXCHANGE:
             self._state = self._state.with_link(link)
 

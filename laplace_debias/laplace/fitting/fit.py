@@ -117,7 +117,9 @@ def check_before_fit(
         _check_has_factors(information)
     device = setup.device
     check_no_autocast(device)
-    if device.type == "cuda" and _rounds_to_tf32():
+    # torch 2.8 does not have this attribute, so a default is needed.
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    if device.type == "cuda" and precision == "tf32":
         raise RuntimeError(
             "TF32 matrix products are not precise enough for the eigendecompositions. Call "
             "torch.set_float32_matmul_precision('highest') before fitting."
@@ -134,11 +136,6 @@ def _check_has_factors(information: Information) -> None:
                 "library, or it was created by OnlineCurvature. Fit to the earlier and "
                 "the new data together."
             )
-
-
-def _rounds_to_tf32() -> bool:
-    # torch 2.8 does not have this attribute, so a default is needed.
-    return getattr(torch.backends.cuda.matmul, "fp32_precision", None) == "tf32"
 
 
 def prepare_fit(

@@ -13,7 +13,7 @@ from laplace_debias.curvature.layers.backends import uses_backpack
 from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.curvature.network.selection import LAST_LAYER
 from laplace_debias.curvature.network.unwrapping import plain_names
-from laplace_debias.laplace.links import Link, link_from
+from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.state.curvature_config import CurvatureConfig
 from laplace_debias.laplace.state.fit_report import FitReport
 from laplace_debias.laplace.state.fitted_model import FittedModel
@@ -337,8 +337,3 @@ def checked_temperature(value: Any) -> float:
             "posterior itself, or a smaller number for a narrower posterior."
         )
     return float(temperature)
-
-
-def checked_link(value: Any, likelihood: Likelihood) -> Link | None:
-    """Return the link with a given name; None selects the default link."""
-    return None if value is None else link_from(value, likelihood)
