@@ -11,6 +11,9 @@ from laplace_debias.system.settings import check_at_least, option
 if TYPE_CHECKING:
     from laplace_debias.assessment.spectrum import Spectrum
 
+_MOST_SHOWN = 13
+"""The number of eigenvalues that are printed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(SourceSettings):
@@ -75,6 +78,7 @@ def run(settings: Settings) -> "Spectrum":
     from laplace_debias.sources import load
     from laplace_debias.system.files import check_target
     from laplace_debias.system.ranks import process_group
+    from laplace_debias.system.shown import counted
 
     check_target(settings.output / "eigenvalues.csv", make_folders=True)
     loaded = load(settings.without_comparison())
@@ -84,8 +88,9 @@ def run(settings: Settings) -> "Spectrum":
     A = curvature_of(loaded, settings.matrix, settings.examples, settings.memory_bound)
     num_parameters = sum(p.numel() for p in loaded.model.parameters())
     print(
-        f"{matrix} of the {name} of {settings.examples:,} training {loaded.input_name}s, "
-        f"{num_parameters:,} parameters"
+        f"{matrix} of the {name} of "
+        f"{counted(settings.examples, f'training {loaded.input_name}')}, "
+        f"{counted(num_parameters, 'parameter')}"
     )
     spectrum = measure_spectrum(
         A,
@@ -149,15 +154,19 @@ def as_json(settings: Settings, spectrum: "Spectrum") -> dict[str, Any]:
 
 def _print(spectrum: "Spectrum") -> None:
     """Print the eigenvalues, the trace and the time."""
+    from laplace_debias.system.shown import counted
+
     pairs = spectrum.eigenpairs
     trace = spectrum.trace
     density = spectrum.density
     values = pairs.values.tolist()
-    first = ", ".join(f"{value:.4g}" for value in values[:12])
-    print(f"Leading {len(values)} eigenvalues: {first}, … {values[-1]:.4g}")
+    shown = [f"{value:.4g}" for value in values]
+    if len(shown) > _MOST_SHOWN:
+        shown[_MOST_SHOWN - 1 : -1] = ["…"]
+    print(f"Leading {counted(len(values), 'eigenvalue')}: {', '.join(shown)}")
     print(
-        f"  largest residual {float(pairs.residuals.max()):.2g}, {pairs.num_matvecs} products: "
-        f"{pairs.message}"
+        f"  largest residual {float(pairs.residuals.max()):.2g}, "
+        f"{counted(pairs.num_matvecs, 'product')}: {pairs.message}"
     )
     fraction = float(pairs.values.sum() / trace.value)
     others = "all other eigenvalues are below the floor of the density"
@@ -167,6 +176,6 @@ def _print(spectrum: "Spectrum") -> None:
         )
     print(
         f"Trace: {float(trace.value):.5g} ± {float(trace.standard_error):.2g} (standard error); "
-        f"the leading {len(values)} are {fraction:.1%} of it; {others}"
+        f"the eigenvalues above are {fraction:.1%} of it; {others}"
     )
     print(f"Time: {spectrum.seconds:.0f} s")

@@ -1,5 +1,6 @@
 """`laplace-debias tune`: tune the prior precision of a saved posterior."""
 
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -49,6 +50,12 @@ class Settings(SourceSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        grid = self.prior_precisions
+        if grid is not None and not all(0 < value < math.inf for value in grid):
+            raise ValueError(
+                f"prior_precisions is {', '.join(f'{value:g}' for value in grid)}. Pass positive, "
+                "finite numbers."
+            )
         takes_data = self.prior_precisions is not None or self.validation_examples is not None
         if self.method == "marglik" and (takes_data or self.metric != "nll"):
             raise ValueError(

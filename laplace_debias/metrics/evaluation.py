@@ -392,9 +392,8 @@ def _nll_of_log_probs(log_probs: Float[Tensor, " n"], num_examples: int) -> Stat
     check_tensor(log_probs, "log_probs")
     if log_probs.shape != (num_examples,):
         raise ValueError(
-            f"`log_probs` has shape {list(log_probs.shape)}. For each of the "
-            f"{num_examples} examples, pass the log-probability of its label, as a "
-            f"tensor of shape [{num_examples}]."
+            f"`log_probs` has shape {list(log_probs.shape)}. Pass the log-probability of each "
+            f"example's label, as a tensor of shape [{num_examples}]."
         )
     return nll_statistic(log_probs)
 

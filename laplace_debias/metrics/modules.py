@@ -29,6 +29,7 @@ from laplace_debias.metrics.checks import check_classification, check_scores, ch
 from laplace_debias.metrics.definitions import METRICS
 from laplace_debias.metrics.regression import Real, check_gaussian, check_intervals, check_pit
 from laplace_debias.system.checks import whole
+from laplace_debias.system.shown import counted
 
 __all__ = [
     "AUPR",
@@ -115,7 +116,7 @@ class _ScoreMetric(_BatchedMetric):
         if is_ood.shape != scores.shape:
             raise ValueError(
                 f"`is_ood` has shape {list(is_ood.shape)}. Pass 0 or 1 for each of the "
-                f"{len(scores)} scores, in the shape {list(scores.shape)}."
+                f"{counted(len(scores), 'score')}, in the shape {list(scores.shape)}."
             )
         if not ((is_ood == 0) | (is_ood == 1)).all():
             raise ValueError(

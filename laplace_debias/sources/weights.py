@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from laplace_debias.system.shown import counted
 
 _PICKLED = (".pt", ".pth", ".ckpt", ".bin", ".tar")
 _NESTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
@@ -34,6 +36,11 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
         The entries of the checkpoint whose names begin with `split.`, which are not weights. They
         record how the data was split for training.
     """
+    if path.is_dir():
+        raise ValueError(
+            f"The checkpoint {path} is a folder. Pass the file of the weights in it, such as "
+            f"{path / 'model.safetensors'}."
+        )
     if not path.is_file():
         raise ValueError(f"The checkpoint {path} does not exist. Check the path.")
     if path.suffix == ".safetensors":
@@ -55,9 +62,8 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
     tensors = _without_prefixes(tensors, names)
     if names and not any(name in tensors for name in names):
         raise ValueError(
-            f"{path} belongs to a different network. None of its {len(tensors)} names "
-            f"({', '.join(list(tensors)[:3])}, …) is among the {len(names)} names in "
-            f"{type(model).__name__} ({', '.join(names[:3])}, …). Use the network that it was "
+            f"{path} belongs to a different network. None of its {_beginning(list(tensors))} is "
+            f"among the {_beginning(names)} in {type(model).__name__}. Use the network that it was "
             "saved from, and pass the network's arguments as --model_args.KEY=VALUE."
         )
     split = {name: tensor for name, tensor in tensors.items() if name.startswith("split.")}
@@ -69,6 +75,12 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
             f"({' '.join(str(error).split())[:600]}). Use the model that it was saved from."
         ) from error
     return split
+
+
+def _beginning(names: Sequence[str]) -> str:
+    """Format the number of names and the first three, as in `4 names (a, b, c, …)`."""
+    shown = [*names[:3], "…"] if len(names) > 3 else names
+    return f"{counted(len(names), 'name')} ({', '.join(shown)})"
 
 
 def _load_pickle(path: Path) -> Any:

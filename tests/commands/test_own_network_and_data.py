@@ -272,6 +272,42 @@ def test_ordered_classes_have_the_thresholds_of_the_posterior(folder, capsys):
     assert "q.safetensors was fitted with --task=classification" in capsys.readouterr().err
 
 
+def test_advice_is_possible_on_the_command_line(folder, capsys):
+    """Advice names the flag, if the flag has another name than the argument in Python."""
+    user_files.archive(folder / "r.npz", **user_files.arrays("numbers"))
+    common = ["--model=nets:rows", "--model_args.outputs=1", "--data=r.npz", *QUIET]
+    fit = ["fit", *common, "--overwrite", "--output=p.safetensors"]
+    tune = ["tune", *common, "--posterior=p.safetensors"]
+
+    def printed():
+        out, err = capsys.readouterr()
+        return " ".join((out + err).split())
+
+    with pytest.warns(UserWarning, match="not specified"):
+        assert main(fit) == 0
+    printed()
+    assert main([*tune, "--output=q.safetensors", "--prior_precisions=1,2"]) == 0
+    assert "(command line: --sigma without --prior_precisions)" in printed()
+    assert main([*tune, "--sigma", "--prior_precisions=1,2"]) == 2
+    assert "Remove `grid=` (command line: --prior_precisions) or `sigma=`" in printed()
+    assert main([*tune, "--output=r.safetensors", "--sigma"]) == 0
+    for grid in ("1,-2", "0", "inf", "nan"):
+        assert main([*tune, f"--prior_precisions={grid}"]) == 2
+        assert "prior_precisions is" in printed()
+    with pytest.warns(UserWarning, match="not specified"):
+        assert main([*fit, "--fisher=empirical"]) == 0
+    assert main(tune) == 0
+    assert "(command line: fit --sigma)" in printed()
+    spectrum = ["spectrum", *common, "--output=out"]
+    with pytest.warns(RuntimeWarning, match="--density_width or --density_steps"):
+        assert main([*spectrum, "--examples=20", "--eigenpairs=3", "--density_width=0.03"]) == 0
+    printed()
+    assert main([*spectrum, "--examples=1", "--eigenpairs=1"]) == 0
+    lines = printed()
+    assert "of 1 training example, 37 parameters" in lines
+    assert re.search(r"Leading 1 eigenvalue: [\d.e-]+ largest residual", lines)
+
+
 def test_draws_of_predictions_follow_the_seed(folder):
     assert main(["fit", *ROWS, "--output=p.safetensors"]) == 0
     tables = []

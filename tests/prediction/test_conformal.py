@@ -81,6 +81,8 @@ def test_the_quantile_is_that_of_its_definition():
     assert conformal_quantile(scores, 0.95) == 18
     with pytest.raises(ValueError, match=r"19 calibration examples are too few.*at least 24"):
         conformal_quantile(scores, 0.96)
+    with pytest.raises(ValueError, match=r"1 calibration example is too few.*at least 2 examples"):
+        conformal_quantile(scores[:1], 0.51)
 
 
 def test_the_quantile_holds_for_dependent_positions():

@@ -79,6 +79,10 @@ WRONG = {
         [*ROWS, "--checkpoint=none.pt"],
         "The path none.pt of --checkpoint does not exist. Check the path",
     ),
+    "folder of weights": (
+        [*ROWS, "--checkpoint=images"],
+        "The checkpoint images is a folder. Pass the file of the weights in it",
+    ),
     "other widths": ([*ROWS, "--checkpoint=narrow.pt"], "size mismatch for 0.weight"),
     "other depth": ([*ROWS, "--checkpoint=deep.pt"], 'Unexpected key(s) in state_dict: "3.weight"'),
     "other names": ([*ROWS, "--checkpoint=foreign.pt"], "None of its 4 names (body.0.weight"),

@@ -29,6 +29,7 @@ from laplace_debias.curvature.network.outputs import (
 )
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.system.memory import is_out_of_memory
+from laplace_debias.system.shown import counted
 
 # The memory bound divided by the memory of a chunk's output gradients, by device type. A GPU uses
 # the full bound, but on a CPU, larger chunks would not fit in the cache.
@@ -441,7 +442,8 @@ def _not_enough_memory(chunk: Chunk, error: BaseException) -> RuntimeError:
     """Return the error for a chunk that cannot be made smaller; the message contains advice."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     return RuntimeError(
-        f"Not enough memory for {chunk.size} example(s) ({reason}). Nothing was fitted. Pass a "
-        'smaller `memory_bound=`, use `fisher="signs"` or "mc", or select fewer parameters, such '
-        'as `params="last_layer"`. To see how much memory a fit needs, call `la.plan(loader)`.'
+        f"Not enough memory for {counted(chunk.size, 'example')} ({reason}). Nothing was fitted. "
+        'Use `fisher="signs"` or "mc", select fewer parameters, such as `params="last_layer"`, or '
+        "pass a smaller `memory_bound=` (only in Python). To see how much memory a fit needs, call "
+        "`la.plan(loader)` (command line: fit --plan)."
     )

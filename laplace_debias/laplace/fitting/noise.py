@@ -27,7 +27,8 @@ _ROUNDINGS = 8
 _LISTED = 8
 _HOW_TO_CHOOSE = (
     "Pass `sigma=` (command line: --sigma) in the units of the targets, or tune it after the fit "
-    "with la.tune(validation_loader) or la.tune_evidence(sigma=True)."
+    "with la.tune(validation_loader) or la.tune_evidence(sigma=True) (command line: "
+    "laplace-debias tune)."
 )
 
 

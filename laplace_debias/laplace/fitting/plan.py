@@ -36,7 +36,7 @@ from laplace_debias.system.memory import (
     shown_size,
 )
 from laplace_debias.system.ranks import alone, process_group
-from laplace_debias.system.shown import aligned
+from laplace_debias.system.shown import aligned, counted
 
 # The size of the matrix that is decomposed to estimate the time of decompositions.
 _TIMED_SIZE = 512
@@ -98,8 +98,11 @@ class Plan:
         return summary
 
     def __repr__(self) -> str:
-        num_blocks = f"{len(self.blocks)} blocks" if self.blocks else "one block"
-        title = f"{self.curvature}, {self.mode}: {self.num_parameters:,} parameters in {num_blocks}"
+        # A curvature that does not consist of blocks has a single block of all parameters.
+        title = (
+            f"{self.curvature}, {self.mode}: {counted(self.num_parameters, 'parameter')} in "
+            f"{counted(len(self.blocks) or 1, 'block')}"
+        )
         tables = [self._totals_table()]
         if self.blocks:
             tables.insert(0, self._blocks_table())

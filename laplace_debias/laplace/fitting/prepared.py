@@ -229,5 +229,5 @@ def _check_first_outputs(
             warn(
                 f'`fisher="exact"` needs {num_columns:,} backward passes per example (one '
                 "per class and position). For one backward pass per example, use "
-                'Laplace(..., fisher="mc").'
+                '`fisher="mc"`.'
             )

@@ -168,9 +168,11 @@ def conformal_quantile(
     rank = max(1, math.ceil(round((num_scores + num_positions) * level, 9)))
     if rank > num_scores:
         least = math.ceil(round(num_positions * level / (1 - level), 9))
+        examples = counted(num_scores, "calibration example")
+        verb = "is" if num_scores == 1 else "are"
         raise ValueError(
-            f"{num_scores} calibration examples are too few for `level={level}`. Pass "
-            f"at least {least} examples (if you use groups, this many in each group; if outputs "
+            f"{examples} {verb} too few for `level={level}`. Pass at least "
+            f"{counted(least, 'example')} (if you use groups, this many in each group; if outputs "
             "have positions, this many positions), or use a lower level."
         )
     return scores.sort(dim=0).values[rank - 1]

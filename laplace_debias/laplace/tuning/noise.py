@@ -11,6 +11,7 @@ from laplace_debias.curvature.losses.likelihoods import Gaussian, Likelihood
 from laplace_debias.laplace.state.fitted import FittedPosterior, Residuals
 from laplace_debias.laplace.state.prior import Prior
 from laplace_debias.laplace.tuning.result import TunedFit, Tuning
+from laplace_debias.system.shown import counted
 
 
 def tunes_noise(fitted: FittedPosterior, sigma: bool | None) -> bool:
@@ -70,9 +71,12 @@ def note_on_assumed_sigma(fitted: FittedPosterior, sigma: bool | None) -> str | 
         value = "Its value is estimated from the residuals of each output"
     else:
         value = "Its value is assumed to be 1.0"
-    advice = "Pass `sigma=True` to tune it"
+    advice = (
+        "To tune it, pass `sigma=True` without `grid=` (command line: --sigma without "
+        "--prior_precisions)"
+    )
     if fitted.residuals is None:
-        advice = "Pass the noise as Laplace(..., sigma=)"
+        advice = "Fit again with Laplace(..., sigma=) (command line: fit --sigma)"
     return f"`sigma` was not specified, and is not tuned here. {value}. {advice}."
 
 
@@ -127,10 +131,12 @@ def with_noise(fitted: FittedPosterior, likelihood: Likelihood) -> FittedPosteri
     earlier = fitted.likelihood.curvature_sigma
     sigma = likelihood.sigma
     if sigma.ndim and earlier.shape != sigma.shape:
-        at_the_fit = f"{len(earlier)} entries" if earlier.ndim else "a single entry"
+        at_the_fit = "a single entry"
+        if earlier.ndim:
+            at_the_fit = counted(len(earlier), "entry", "entries")
         raise ValueError(
-            f"`sigma` has {len(sigma)} entries, but had {at_the_fit} at the fit. Pass as many, or "
-            "fit again with Laplace(..., sigma=)."
+            f"`sigma` has {counted(len(sigma), 'entry', 'entries')}, but had {at_the_fit} at the "
+            "fit. Pass as many, or fit again with Laplace(..., sigma=)."
         )
     factors = (sigma / earlier).reshape(-1)
     is_common = bool((factors / factors[0] - 1).abs().max() < 1e-6)

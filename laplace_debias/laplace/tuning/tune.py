@@ -105,7 +105,7 @@ def tune_on_data(
             raise ValueError(
                 "`sigma=True` finds the best sigma for each prior precision that it "
                 "tries, and chooses the grid of prior precisions itself. Remove `grid=` "
-                "or `sigma=`."
+                "(command line: --prior_precisions) or `sigma=`."
             )
         tuned = _tune_with_noise(fitted, stream)
         if is_per_output:
@@ -547,8 +547,8 @@ def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
         yield (
             f"The best value is the largest that was tried, {delta:.3g}. Tune this posterior again "
             f"with larger ones{at_this_noise}: grid=[{grid}] in Python, or the command "
-            f"laplace-debias tune with --prior_precisions {grid}. Or predict with method='map', "
-            "which has no uncertainty of the parameters."
+            f"laplace-debias tune with --prior_precisions {grid}. Or predict with the method "
+            '"map", which has no uncertainty of the parameters.'
         )
 
 
@@ -562,7 +562,8 @@ def _notes_on_temperature_ends(link: Link) -> Iterator[str]:
             reason = "The posterior is wide, or the network is strongly under-confident."
         yield (
             f"The best temperature, {temperature:g}, is the {ends[temperature]} of those tried. "
-            f"{reason} To try other temperatures, pass link=laplace_debias.Link({link.name!r}, T)."
+            f"{reason} To try other temperatures in Python, pass "
+            f"link=laplace_debias.Link({link.name!r}, T)."
         )
 
 

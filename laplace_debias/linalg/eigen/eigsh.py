@@ -17,7 +17,7 @@ from laplace_debias.operators.base import NUMPY_TYPES, LinearOperator
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.operators.exact import exact_eigh
 from laplace_debias.system.checks import whole
-from laplace_debias.system.shown import warn
+from laplace_debias.system.shown import counted, warn
 
 _BOUND_STEPS = 12
 """Largest number of Lanczos steps, and of products, with which `_far_end` bounds the spectrum, to
@@ -128,9 +128,10 @@ def _unconverged_message(residuals: Tensor, goal: float, count: int) -> str:
     """Describe how many eigenpairs have converged, and how to make the others converge."""
     num_converged = int((residuals <= goal).sum())
     return (
-        f"{num_converged} of {len(residuals)} eigenpairs converged in {count} products (largest "
-        f"residual {float(residuals.max()):.3g}, expected {goal:.3g}). Raise `max_matvecs` or "
-        "`tol`, or request fewer pairs"
+        f"{num_converged} of {counted(len(residuals), 'eigenpair')} converged in "
+        f"{counted(count, 'product')} (largest residual {float(residuals.max()):.3g}, expected "
+        f"{goal:.3g}). Raise `max_matvecs` or `tol` (command line: --tolerance), or request fewer "
+        "pairs"
     )
 
 

@@ -330,7 +330,8 @@ def quadrature_error(
         warn(
             f"`width` is {width:.3g}, which is too small for {steps} steps. The density "
             f"has an estimated error of {min(total, 2):.0%} (as a fraction of its "
-            "integral). Raise `width` or `num_steps`.",
+            "integral). Raise `width` or `num_steps` (command line: --density_width or "
+            "--density_steps).",
             RuntimeWarning,
         )
     return error

@@ -11,6 +11,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 
 from laplace_debias.curvature.losses.likelihoods.base import Likelihood
 from laplace_debias.curvature.network.outputs import require
+from laplace_debias.system.shown import counted
 
 
 class Ordinal(Likelihood):
@@ -72,8 +73,9 @@ class Ordinal(Likelihood):
         """Check the number of thresholds, and return the number of outputs, which is 1."""
         if num_targets != self.num_classes:
             raise ValueError(
-                f"The data has {num_targets} classes, but {len(self.thresholds)} thresholds "
-                f"separate {self.num_classes} classes. Pass {num_targets - 1} thresholds."
+                f"The data has {counted(num_targets, 'class', 'classes')}, but the likelihood has "
+                f"{counted(len(self.thresholds), 'threshold')}, for "
+                f"{self.num_classes} classes. Pass {counted(num_targets - 1, 'threshold')}."
             )
         return 1
 
