@@ -118,7 +118,8 @@ class Mean(Statistic):
             return Interval(difference, *ends)
         # The sign of each deviation from the ideal value may be uncertain. The difference of the
         # distances is monotonic in the difference and in the sum of the deviations, so its extremes
-        # are at ends of their intervals.
+        # are at ends of their intervals. If both values are near the ideal, the interval is
+        # conservative, because it excludes 0 only if both intervals exclude 0.
         total = self.value + reference.value - 2 * self.ideal
         total_ends = mean_interval(
             total, by_example(influence + reference_influence, examples), level

@@ -566,6 +566,8 @@ def test_few_examples_take_the_simplest_link_and_another_link_can_win():
     for start in range(0, 400, 80):
         few = slice(start, start + 20)
         assert la.tune([(x[few], y[few])]).link == Link("pairwise")
+    assert la.tune([(x[:99], y[:99])], grid=[1e6]).link == Link("pairwise")
+    assert la.tune([(x[:100], y[:100])], grid=[1e6]).link.temperature > 2
     la.prior_precision = 0.01
     probs = la.predict(x, link="probit").probs
     g = torch.Generator().manual_seed(0)

@@ -26,10 +26,15 @@ from laplace_debias.laplace.prediction.evaluation import (
 from laplace_debias.metrics.checks import check_classification
 
 MIN_EXAMPLES = 100
-"""With fewer examples than this, the simplest link is kept."""
+"""With fewer examples than this, the simplest link is kept. For a calibrated network with ten
+classes, the standard error of a temperature that is chosen on 100 examples is 10 to 15 %. Choosing
+it then costs about as much NLL as a temperature that is wrong by a tenth.
+"""
 _TIE_IN_PAIRED_ERRORS = 0.25
 """Two settings count as equally good if they differ by less than this fraction of the paired
-standard error."""
+standard error. The best temperature is thus chosen if it differs from 1 by more than about half of
+its own standard error, because the NLL is quadratic near its minimum.
+"""
 TIE_IN_STANDARD_ERRORS = 1e-3
 """Two settings also count as equally good if they differ by less than this fraction of the best
 setting's standard error, because the paired error of nearly identical settings is nearly zero.
