@@ -216,6 +216,26 @@ def test_backpack_has_the_same_diagonal_factors_and_gradients(perceptron):
     _assert_equal(fisher.diagonal(), len(x) * squares)
 
 
+def test_backpack_has_the_same_diagonal_in_the_order_of_the_parameters():
+    """The entries of a transposed convolution's block are in a different order."""
+    from backpack import backpack, extend
+    from backpack.extensions import DiagGGNExact
+
+    model = nn.Sequential(nn.ConvTranspose2d(2, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3))
+    model = model.double().eval()
+    x, y = torch.randn(6, 2, 3, 3).double(), torch.randint(3, (6,))
+    twin = extend(copy.deepcopy(model))
+    with backpack(DiagGGNExact()):
+        extend(nn.CrossEntropyLoss())(twin(x), y).backward()
+    expected = torch.cat([p.diag_ggn_exact.flatten() for p in twin.parameters()])
+    la = Laplace(model, curvature="diag").fit_batches([(x, y)])
+    precision = la.posterior.precision.to_dense().diagonal()
+    _assert_equal((precision - la.prior_precision) / la.num_data, expected)
+    assert la.posterior.order is not None
+    curvature = la.posterior.curvature.to_dense().diagonal()
+    _assert_equal(curvature, expected[la.posterior.order])
+
+
 @pytest.fixture
 def double_by_default():
     """nngeometry makes some of its tensors in the default dtype."""

@@ -37,7 +37,8 @@ class GaussianPosterior:
 
     Args:
         mean: θ*, the trained Bayesian parameters, flattened in the model's order, `[D]`.
-        curvature: C, the curvature of the mean loss per example, `[D, D]`, block by block.
+        curvature: C, the curvature of the mean loss per example, `[D, D]`, block by block, in the
+            order of the blocks' entries; see `order`.
         num_data: N, the number of training examples.
         prior: The prior N(μ, P₀⁻¹).
         order: The index of each block entry among the flattened parameters, `[D]`; None if both
