@@ -1,7 +1,7 @@
 """Split-conformal prediction: class sets and intervals with guaranteed coverage."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,12 +11,10 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.distributions import Distribution, MultivariateNormal, Normal
 
-from laplace_debias.curvature.data.batch import Batch
-from laplace_debias.curvature.data.batches import Batches, Stream
+from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs, Record
 from laplace_debias.laplace.links import Link
 from laplace_debias.laplace.prediction.evaluation import (
-    CheckedTargets,
     Scores,
     check_held_out,
     check_targets,
@@ -274,11 +272,7 @@ class Conformal:
         check_level(level)
         check_held_out(loader)
         batches = []
-        for batch in self._stream(loader, generator):
-            predictive = self._predict(batch.inputs, generator)
-            checked = self._checked_targets(batch, predictive)
-            scores = score(predictive, checked)
-            groups = self._groups_of_targets(batch.inputs, checked)
+        for scores, groups in self._scored_batches(loader, generator):
             batches.append([self._scores_of_targets(scores), groups, scores.is_first])
         scores_of_targets, groups, is_first = concatenate_batches(batches, "calibrate")
         examples = is_first.cumsum(0)
@@ -347,11 +341,7 @@ class Conformal:
         check_held_out(loader)
         batches = []
         is_normal = False
-        for batch in self._stream(loader, generator):
-            predictive = self._predict(batch.inputs, generator)
-            checked = self._checked_targets(batch, predictive)
-            scores = score(predictive, checked)
-            groups = self._groups_of_targets(batch.inputs, checked)
+        for scores, groups in self._scored_batches(loader, generator):
             quantiles = self._quantiles_for(groups).to(scores.values.device)
             covered = self._scores_of_targets(scores) <= quantiles
             if scores.deviations is not None:
@@ -456,9 +446,19 @@ class Conformal:
         calibrated = "not calibrated" if self.level is None else f"level={self.level}"
         return f"Conformal({self._predictor!r}, {calibrated})"
 
-    def _stream(self, loader: Batches, generator: torch.Generator | None) -> Stream:
+    def _scored_batches(
+        self, loader: Batches, generator: torch.Generator | None
+    ) -> Iterator[tuple[Scores, Int[Tensor, " n"]]]:
+        """Yield the scores and the groups of each batch's targets that are not ignored."""
         state = self._predictor._states[0]
-        return state.spec.stream(loader, state.device, generator, None)
+        for batch in state.spec.stream(loader, state.device, generator):
+            predictive = self._predict(batch.inputs, generator)
+            checked = check_targets(
+                self._predictor.likelihood, predictive, batch.targets, state.spec.class_dim
+            )
+            scores = score(predictive, checked)
+            groups = self._groups_of(batch.inputs, len(checked.counted))
+            yield scores, groups[checked.counted.cpu()]
 
     def _predict(self, x: Inputs | Record, generator: torch.Generator | None) -> Distribution:
         """Predict, and require that the predictive is normal or over exclusive classes."""
@@ -475,10 +475,6 @@ class Conformal:
                 "that label."
             )
         return predictive
-
-    def _checked_targets(self, batch: Batch, predictive: Distribution) -> CheckedTargets:
-        class_dim = self._predictor._states[0].spec.class_dim
-        return check_targets(self._predictor.likelihood, predictive, batch.targets, class_dim)
 
     def _scores_of_targets(self, scores: Scores) -> Float[Tensor, "n *outputs"]:
         values = scores.values
@@ -514,10 +510,6 @@ class Conformal:
                 "one integer per example."
             )
         return groups.long().cpu()
-
-    def _groups_of_targets(self, x: Inputs, checked: CheckedTargets) -> Int[Tensor, " n"]:
-        """Return the groups of the targets that are not ignored."""
-        return self._groups_of(x, len(checked.counted))[checked.counted.cpu()]
 
     def _quantiles_for(self, groups: Int[Tensor, " n"]) -> Float[Tensor, "n *outputs"]:
         """Return the calibrated quantile of each input's group."""
