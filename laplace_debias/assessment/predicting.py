@@ -157,21 +157,20 @@ def posterior_classes(la: Laplace, x: Inputs) -> ClassPredictions:
     has_covariance = network_outputs(la.model, take(x, slice(1))).shape[1] <= MOST_OUTPUTS
     mean, covariance = la.functional(x, diagonal=not has_covariance)
     link = la.link or links.default_link(la.likelihood, mean.shape)
+    assert link is not None  # every likelihood with an activation has a default link
     predictive: Any = links.predictive(la.likelihood, link, mean, covariance)
     per_label = getattr(predictive, "base_dist", predictive)
     log_probs = per_label.logits.reshape(mean.shape).double().cpu()
     # Compute the scores from logits divided by the temperature, as `Laplace.uncertainty` does.
     moments = mean.double(), covariance.double()
-    temperature = 1.0 if link is None else link.temperature
-    tempered_mean, tempered_covariance = links.tempered_moments(*moments, temperature)
+    tempered_mean, tempered_covariance = links.tempered_moments(*moments, link.temperature)
     if not has_covariance:
         return ClassPredictions(log_probs, {"variance": tempered_covariance.mean(1).cpu()})
     outputs = DenseOutputs(tempered_mean, tempered_covariance)
     scores = {
         name: score.cpu() for name, score in scores_of_logits(la.likelihood, [outputs]).items()
     }
-    draw_temperature = 1.0 if link is None else link.draw_temperature
-    moments_of_draws = links.tempered_moments(*moments, draw_temperature)
+    moments_of_draws = links.tempered_moments(*moments, link.draw_temperature)
     return ClassPredictions(log_probs, scores | _information_scores(la, *moments_of_draws))
 
 

@@ -107,7 +107,7 @@ def thin_posterior(
     return compressed, Thinning(
         share=_num_bytes(compressed) / _num_bytes(fitted),
         error=float(errors.mean()),
-        half_width=float(half_width(standard_error, max(1, num_inputs - 1), 0.95)),
+        half_width=float(half_width(standard_error, num_inputs - 1, 0.95)),
         largest=float(errors.max()),
         num_inputs=num_inputs,
     )

@@ -6,6 +6,7 @@ import torch
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from laplace_debias import metrics
+from laplace_debias.metrics.ood import label_entropy
 
 CLASSIFICATION = [metrics.accuracy, metrics.nll, metrics.ece, metrics.brier]
 OOD = [metrics.auroc, metrics.aupr, metrics.fpr95]
@@ -150,6 +151,8 @@ def test_entropy_equals_that_of_torch_distributions(generator):
     probs, _ = predictions(generator)
     expected = torch.distributions.Categorical(probs).entropy()
     torch.testing.assert_close(metrics.entropy(probs), expected)
+    labels = torch.distributions.Independent(torch.distributions.Bernoulli(probs=probs), 1)
+    torch.testing.assert_close(label_entropy(probs), labels.entropy())
     assert metrics.entropy(torch.eye(3)).tolist() == [0, 0, 0]
 
 
