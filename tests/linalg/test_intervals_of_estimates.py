@@ -27,6 +27,7 @@ from laplace_debias.linalg import (
     spectral_density,
     trace,
 )
+from laplace_debias.linalg.estimators.function_trace import with_bias
 from laplace_debias.operators import Diagonal
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # many calls: checks would take most time
@@ -323,6 +324,16 @@ def test_degrees_of_freedom_count_the_eigenvalues_that_matter():
     # 12 probes of one eigenvalue are as many χ² variables; of 60 equal ones, 60 times as many.
     assert 8 <= few.degrees_of_freedom <= 24
     assert 300 <= many.degrees_of_freedom <= 12 * 60
+
+
+def test_degrees_of_freedom_with_a_known_bias_are_satterthwaites():
+    degrees = torch.tensor([3.0, 7, 12]).double()
+    variance = torch.tensor([2.0, 1, 0.5]).double()
+    squared_bias = torch.tensor([0.0, 1, 2]).double()
+    # The variance is known up to a relative variance of 2 / degrees, and the bias exactly.
+    spread = variance**2 / degrees
+    expected = (variance + squared_bias) ** 2 / spread
+    torch.testing.assert_close(with_bias(degrees, variance, squared_bias), expected)
 
 
 def test_the_spread_of_few_probes_is_known_without_bias():

@@ -14,6 +14,7 @@ from sklearn.metrics import average_precision_score
 from laplace_debias import metrics
 from laplace_debias.metrics.definitions import METRICS
 from laplace_debias.metrics.intervals import area_interval, mean_interval, proportion_interval
+from laplace_debias.metrics.statistics import Mean
 
 
 def predictions(n, generator):
@@ -327,6 +328,19 @@ def test_distances_from_an_ideal_on_different_sides_are_rarely_called_different(
             num_excluded[name] += not differences[name].low <= 0 <= differences[name].high
     # With a coverage of 95 %, more than 40 of 500 intervals exclude 0 with a probability of 0.15 %.
     assert all(count <= 40 for count in num_excluded.values()), num_excluded
+
+
+def test_differences_between_distances_from_an_ideal_depend_only_on_the_deviations():
+    influences = torch.randn(2, 100, generator=seeded()).double() + torch.tensor([[0.8], [1.1]])
+
+    def difference(influences, ideal):
+        a, b = (Mean(values.mean().item(), values, ideal=ideal) for values in influences)
+        interval = a.difference(b, 0.95)
+        return interval.value, interval.low, interval.high
+
+    expected = difference(influences, 0)
+    assert difference(influences + 1, 1) == pytest.approx(expected)
+    assert difference(influences - 2, -2) == pytest.approx(expected)
 
 
 def test_of_errors_over_bins_no_interval_is_printed():
