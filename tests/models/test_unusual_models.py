@@ -201,6 +201,41 @@ def test_an_output_size_that_the_layer_does_not_know_is_followed(options):
     is_that_of_dense_jacobians(la, x)
 
 
+STATES = []
+
+
+class HiddenStates(nn.Module):
+    """Collects hidden states with hooks that the first pass adds, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        if "has_hooks" not in vars(self):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda _, __, output: STATES.append(output))
+            self.has_hooks = True
+        STATES.clear()
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(sum(STATES[-2:]))
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+@pytest.mark.parametrize("curvature", ["kfac", "diag", "full"])
+def test_hooks_that_the_first_pass_adds_are_added_once(curvature, params):
+    torch.manual_seed(0)
+    model = HiddenStates().double().eval()
+    x, y = examples()
+    la = Laplace(model, curvature=curvature, params=params).fit_batches([(x.double(), y)])
+    assert "has_hooks" not in vars(model)
+    mean = la.functional(x.double())[0]
+    torch.testing.assert_close(mean, model(x.double()))
+    is_that_of_dense_jacobians(la, x.double())
+
+
 # ------------------------------------------------------------------------- batches and masks
 
 

@@ -316,8 +316,8 @@ class Tap:
             phi = inputs[0] if inputs else next(iter(named.values()))
             calls.append((phi, phi._version, output))
 
-        handle = layer.register_forward_hook(record, prepend=True, with_kwargs=True)
         saved_attributes = self._saved_attributes or SavedAttributes(self._modules)
+        handle = layer.register_forward_hook(record, prepend=True, with_kwargs=True)
         try:
             with torch.no_grad():
                 outputs = call(self.network, x)

@@ -223,9 +223,9 @@ def requiring_grad(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def preserve_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Undo the changes that a forward pass makes to modules' attributes, such as caches.
+    """Undo the changes that a forward pass makes to modules' attributes and hooks.
 
-    The next pass would otherwise use the caches of other examples.
+    The next pass would otherwise use caches of other examples, or add its hooks again.
     """
     saved = SavedAttributes(modules)
     try:
@@ -273,25 +273,35 @@ class SavedAttributes:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._saved = []
+        self._saved: list[tuple[nn.Module, tuple[str, ...], tuple[Any, ...]]] = []
+        # Every module has a dozen empty containers for hooks, which are cleared without comparison.
+        self._empty: list[Any] = []
+        self._filled: list[tuple[Any, Any]] = []
         for module in modules:
             attributes = vars(module)
-            names = tuple(attributes)
             values = tuple(attributes.values())
-            containers = [(value, value.copy()) for value in values if type(value) in (dict, list)]
-            self._saved.append((module, names, values, containers))
+            self._saved.append((module, tuple(attributes), values))
+            for value in values:
+                if type(value) not in (dict, list, OrderedDict):
+                    continue
+                if value:
+                    self._filled.append((value, value.copy()))
+                else:
+                    self._empty.append(value)
 
     def restore(self) -> None:
-        """Restore the attributes that have changed, and the entries of dictionaries and lists."""
-        for module, names, values, containers in self._saved:
+        """Restore the attributes, the entries of dictionaries and lists, and the hooks."""
+        for module, names, values in self._saved:
             attributes = vars(module)
             if tuple(attributes) != names or not all(map(is_, attributes.values(), values)):
                 module.__dict__ = dict(zip(names, values, strict=True))
-            for container, entries in containers:
-                if not _has_entries(container, entries):
-                    container.clear()
-                    extend = container.extend if type(container) is list else container.update
-                    extend(entries)
+        for container in self._empty:
+            container.clear()
+        for container, entries in self._filled:
+            if not _has_entries(container, entries):
+                container.clear()
+                extend = container.extend if type(container) is list else container.update
+                extend(entries)
 
 
 def _has_entries(container: Any, entries: Any) -> bool:
