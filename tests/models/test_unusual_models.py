@@ -201,6 +201,42 @@ def test_an_output_size_that_the_layer_does_not_know_is_followed(options):
     is_that_of_dense_jacobians(la, x)
 
 
+class Router(nn.Linear):
+    """A linear layer with its own forward pass, as some routers of experts in transformers."""
+
+    def forward(self, states):
+        h = states[0] if isinstance(states, tuple) else states
+        logits = super().forward(h)
+        return logits.softmax(-1).amax(-1, keepdim=True), logits
+
+
+class WithRouter(nn.Module):
+    """A network that scales its hidden state by a router's first output."""
+
+    def __init__(self, passes_tuple):
+        super().__init__()
+        self.body = nn.Linear(4, 5)
+        self.router = Router(5, 2)
+        self.head = nn.Linear(5, 3)
+        self.passes_tuple = passes_tuple
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x))
+        scale, _ = self.router((h, x) if self.passes_tuple else h)
+        return self.head(h * scale)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac", "diag", "full"])
+@pytest.mark.parametrize("passes_tuple", [False, True])
+def test_a_linear_layer_that_returns_a_tuple_is_measured_at_its_calls(passes_tuple, curvature):
+    torch.manual_seed(0)
+    model = WithRouter(passes_tuple).double().eval()
+    x, y = examples()
+    la = Laplace(model, curvature=curvature).fit_batches([(x.double(), y)])
+    assert {"router.weight", "router.bias"} <= set(la.param_names)
+    is_that_of_dense_jacobians(la, x.double())
+
+
 STATES = []
 
 

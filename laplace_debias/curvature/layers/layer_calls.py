@@ -114,10 +114,14 @@ class LayerRecorder:
         _: nn.Module,
         inputs: tuple[Any, ...],
         named: dict[str, Any],
-        output: Tensor,
-    ) -> Tensor:
-        """Record a call, and return the tensor with which the forward pass continues."""
+        output: Any,
+    ) -> Any:
+        """Record a call, and return the output with which the forward pass continues."""
         x = inputs[0] if inputs else next(iter(named.values()))
+        if not isinstance(x, Tensor) or not isinstance(output, Tensor):
+            # A subclass of the layer's type has its own forward pass, as have routers of experts
+            # that derive from a linear layer. Its parameters are measured at its calls.
+            return output
         if not self._dims.is_clear(path, x.shape, self._num_examples):
             self.is_unclear = True
         elif path in self._dims.shared:
@@ -151,7 +155,7 @@ class LayerRecorder:
 
 
 def _hook_within(
-    layer: nn.Module, inside: nn.Module, record: Callable[..., Tensor]
+    layer: nn.Module, inside: nn.Module, record: Callable[..., Any]
 ) -> list[RemovableHandle]:
     """Record what a normalisation passes to a layer inside it, such as its activation."""
     # The call of the outer layer that has begun; at most one entry.
