@@ -56,6 +56,39 @@ _T5 = {
     "decoder_start_token_id": PAD,
     "num_labels": CLASSES,
 }
+_OPT = {
+    **_IDS,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "ffn_dim": 24,
+    "max_position_embeddings": 2 * LENGTH,
+    "word_embed_proj_dim": 16,
+    "num_labels": CLASSES,
+}
+_BLOOM = {**_IDS, "hidden_size": 16, "n_layer": 2, "n_head": 2, "num_labels": CLASSES}
+_XLNET = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": PAD,
+    "d_model": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "d_inner": 24,
+    "num_labels": CLASSES,
+}
+_BART = {
+    **_IDS,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "max_position_embeddings": 2 * LENGTH,
+    "decoder_start_token_id": END,
+    "num_labels": CLASSES,
+}
 _VIT = {**_WIDTH, "image_size": 16, "patch_size": 4, "num_labels": CLASSES}
 # The class of the network; the class of the configuration, and its options.
 _TEXT_CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -79,6 +112,12 @@ _TEXT_CLASSIFIERS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_TEXT, "cls_token_id": END, "sep_token_id": END},
     ),
     "T5ForSequenceClassification": ("T5Config", _T5),
+    "Gemma3TextForSequenceClassification": ("Gemma3TextConfig", {**_LLAMA, "head_dim": 8}),
+    "Phi3ForSequenceClassification": ("Phi3Config", _LLAMA),
+    "OPTForSequenceClassification": ("OPTConfig", _OPT),
+    "BloomForSequenceClassification": ("BloomConfig", _BLOOM),
+    "XLNetForSequenceClassification": ("XLNetConfig", _XLNET),
+    "BartForSequenceClassification": ("BartConfig", _BART),
 }
 # The name in the table; the classes of the network and of the configuration, and its options.
 _LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -116,6 +155,31 @@ _IMAGE_CLASSIFIERS: dict[str, tuple[str, dict[str, Any], int]] = {
     "ConvNextForImageClassification": (
         "ConvNextConfig",
         {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "num_labels": CLASSES},
+        32,
+    ),
+    "BeitForImageClassification": ("BeitConfig", _VIT, 16),
+    "CLIPForImageClassification": (
+        "CLIPConfig",
+        {
+            "text_config": {**_WIDTH, **_IDS},
+            "vision_config": _VIT,
+            "num_labels": CLASSES,
+        },
+        16,
+    ),
+    "SegformerForImageClassification": (
+        "SegformerConfig",
+        {
+            "num_encoder_blocks": 2,
+            "depths": [1, 1],
+            "sr_ratios": [2, 1],
+            "hidden_sizes": [8, 16],
+            "patch_sizes": [7, 3],
+            "strides": [4, 2],
+            "num_attention_heads": [1, 2],
+            "mlp_ratios": [2, 2],
+            "num_labels": CLASSES,
+        },
         32,
     ),
 }
