@@ -90,6 +90,23 @@ def test_folds_and_halves_of_factors_without_directions(model, data, monkeypatch
     assert_blocks(debiased, expected_blocks(model, x[3:], 2))
 
 
+def test_axes_whose_curvature_coincides_in_the_first_batch_are_not_averaged(monkeypatch):
+    """In the first batch, two inputs are zero, and all classes have the same probability."""
+    monkeypatch.setattr(base, "WIDE", 2)
+    model = nn.Sequential(nn.Linear(4, 3)).double().eval()
+    x, y = torch.randn(2, 6, 4, dtype=torch.float64), torch.zeros(2, 6, dtype=torch.long)
+    with torch.no_grad():
+        x[0, :, :2] = 0
+        model[0].weight[:, 2:] = 0
+        model[0].bias.zero_()
+    batches = list(zip(x, y, strict=True))
+    la = Laplace(model, curvature="ekfac").fit(batches, mode="debiased", num_data=12)
+    for name in la.block_names:
+        expected = oracle.ggn_block(model, x[1], "classification", name).diagonal()
+        magnitudes = la.posterior.curvature.blocks[name].magnitudes.flatten()
+        torch.testing.assert_close(magnitudes, expected, rtol=1e-10, atol=1e-13)
+
+
 def test_positions_that_do_not_count(monkeypatch):
     """The diagonals of the factors of an embedding, a hidden layer and a head with padding."""
     torch.manual_seed(0)
