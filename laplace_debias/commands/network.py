@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
+from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Ordinal
 from laplace_debias.sources.settings import NOT_COMPARED, SourceSettings
 
 if TYPE_CHECKING:
@@ -30,13 +30,14 @@ def not_for(command: str, *names: str) -> dict[str, str]:
 def likelihood_of(settings: SourceSettings, posteriors: Sequence[Path]) -> "Likelihood | None":
     """Return the likelihood of saved posteriors, whose files are read completely.
 
-    It is None if the settings determine the likelihood: there is no posterior, or `task` is an
-    import path.
+    It has the thresholds of ordinal posteriors, and otherwise default options, because options such
+    as the noise belong to each posterior. It is None if the settings determine the likelihood:
+    there is no posterior, or `task` is an import path.
 
     Raises:
-        ValueError: If a posterior was fitted with a different task, or with a user-defined
-            likelihood, which is not in the file, and there is no `task`. Also raises the errors of
-            `Laplace.load` about the file.
+        ValueError: If a posterior was fitted with a different task or different thresholds, or with
+            a user-defined likelihood, which is not in the file, and there is no `task`. Also raises
+            the errors of `Laplace.load` about the file.
     """
     from laplace_debias.laplace.saving import file
 
@@ -61,7 +62,17 @@ def likelihood_of(settings: SourceSettings, posteriors: Sequence[Path]) -> "Like
                 f"{path} was fitted with --task={task}, but this command uses "
                 f"--task={expected}. Leave out --task, and pass posteriors of one task."
             )
-        likelihood = file.likelihood_from_json(header.likelihood)
+        if task != Ordinal.name:
+            likelihood = LIKELIHOODS[task]()
+            continue
+        ordinal = file.likelihood_from_json(header.likelihood)
+        if likelihood is not None and likelihood.options() != ordinal.options():
+            raise ValueError(
+                f"{path} was fitted with the thresholds {ordinal.thresholds.tolist()}, but "
+                f"{posteriors[0]} with {likelihood.thresholds.tolist()}. Pass posteriors with the "
+                "same thresholds."
+            )
+        likelihood = ordinal
     return likelihood
 
 

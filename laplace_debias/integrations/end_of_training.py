@@ -87,8 +87,8 @@ def _unchanged_random_states(model: nn.Module) -> Iterator[None]:
 def _first_batch(loader: Any, network: nn.Module) -> list[Any] | None:
     """Read the first batch of a loader without its workers, and without changing later batches.
 
-    The sampler and the collator are copied, because both may have their own generators. The
-    network, which a collator may refer to, is not copied.
+    The sampler is copied, because it may have its own generator, and so is the collator, if it can
+    be copied. The network, which a collator may refer to, is not copied.
 
     Returns:
         The batch in a list, which is empty if the loader has no batches. None if the batch cannot
@@ -99,11 +99,15 @@ def _first_batch(loader: Any, network: nn.Module) -> list[Any] | None:
         return None
     dataset = loader.dataset
     shared_objects = {id(shared): shared for shared in (dataset, *network.modules())}
-    try:
-        copied_batches, collate = copy.deepcopy((batches, loader.collate_fn), shared_objects)
     # Copying attributes of a user's sampler or collator may raise any error.
+    try:
+        copied_batches = copy.deepcopy(batches, shared_objects)
     except Exception:
         return None
+    try:
+        collate = copy.deepcopy(loader.collate_fn, shared_objects)
+    except Exception:
+        collate = loader.collate_fn
     indices = list(itertools.islice(copied_batches, 1))
     return list(DataLoader(dataset, batch_sampler=indices, collate_fn=collate))
 

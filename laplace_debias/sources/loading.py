@@ -8,12 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.data.batches import Batches
-from laplace_debias.curvature.losses.likelihoods import (
-    Bernoulli,
-    Categorical,
-    HeteroscedasticGaussian,
-    Likelihood,
-)
+from laplace_debias.curvature.losses.likelihoods import Bernoulli, Categorical, Likelihood
 from laplace_debias.curvature.network.calling import as_columns
 from laplace_debias.sources.changed import Changed, Corruption, drawn_digits, shuffled_patches
 from laplace_debias.sources.data import find_data
@@ -216,7 +211,7 @@ def _likelihood(
                 "If they are ordered classes, pass the import path of an "
                 "`Ordinal(thresholds)` as --task."
             )
-        elif chosen is None and HeteroscedasticGaussian().num_outputs(num_targets) == num_outputs:
+        elif likelihood.has_sigma and num_outputs == 2 * num_targets:
             advice = " If the outputs are means and log-variances, pass --task=heteroscedastic."
         raise ValueError(
             f"The network has {counted(num_outputs, 'output')}, but the task "

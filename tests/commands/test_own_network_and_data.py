@@ -270,6 +270,30 @@ def test_ordered_classes_have_the_thresholds_of_the_posterior(folder, capsys):
     assert main(["fit", *common, "--output=q.safetensors"]) == 0
     assert main(["evaluate", *ordered, posterior, "--posterior=q.safetensors"]) == 2
     assert "q.safetensors was fitted with --task=classification" in capsys.readouterr().err
+    # The network has no thresholds of its own, so those of all posteriors must be the same.
+    (folder / "others.py").write_text(
+        "from laplace_debias import Ordinal\n\ngrades = Ordinal([-0.4, 0.7])\n"
+    )
+    other = ["fit", *ordered, "--task=others:grades", "--output=q.safetensors", "--overwrite"]
+    assert main(other) == 0
+    assert main(["evaluate", *ordered, posterior, "--posterior=q.safetensors"]) == 2
+    assert "Pass posteriors with the same thresholds" in capsys.readouterr().err
+
+
+def test_the_noise_of_a_posterior_is_not_that_of_the_network(folder, capsys):
+    user_files.archive(folder / "r.npz", **user_files.arrays("numbers"))
+    common = ["--model=nets:rows", "--model_args.outputs=1", "--data=r.npz", *QUIET]
+    for name, sigma in (("narrow", 0.1), ("wide", 10)):
+        assert main(["fit", *common, f"--sigma={sigma}", f"--output={name}.safetensors"]) == 0
+    networks = []
+    for names in (("narrow", "wide"), ("wide", "narrow"), ("wide",)):
+        capsys.readouterr()
+        posteriors = [f"--posterior={name}.safetensors" for name in names]
+        assert main(["evaluate", *common, *posteriors, "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        networks.append([row["value"] for row in rows if row["method"] == "network"])
+    assert networks[0]
+    assert networks[0] == networks[1] == networks[2]
 
 
 def test_advice_is_possible_on_the_command_line(folder, capsys):

@@ -647,6 +647,17 @@ def test_the_checks_do_not_advance_the_generator_of_a_collator():
     assert torch.equal(collate.generator.get_state(), state)
 
 
+def test_the_checks_include_batches_of_a_collator_that_cannot_be_copied(tmp_path):
+    network = Addressed()
+    collate = Masking(network)
+    collate.log = (tmp_path / "log").open("w")
+    x, y = TRAIN.dataset.tensors
+    loader = DataLoader(TensorDataset(x, y + 5), 50, collate_fn=collate)
+    settings = PosteriorAtEnd("classification", "full", tune=False, options={})
+    with collate.log, pytest.raises(ValueError, match="classes"):
+        settings.check(network, loader, None)
+
+
 def test_the_checks_warn_if_memory_is_too_small(monkeypatch):
     monkeypatch.setattr(plans, "available_memory", lambda _: 1_000)
     settings = PosteriorAtEnd("classification", "auto", tune=False, options={})

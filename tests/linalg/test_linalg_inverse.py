@@ -129,7 +129,15 @@ def test_an_inverse_refuses_a_right_hand_side_that_is_not_finite(method, entry):
 
 
 def test_least_squares_refuse_an_operator_that_is_not_finite():
+    class Diverges(Matrix):
+        """The products are not finite, but those of the adjoint are."""
+
+        def _matmat(self, matrix):
+            return super()._matmat(matrix) * math.nan
+
     matrix = GENERAL.matrix.clone()
+    with pytest.raises(ValueError, match="product with Diverges contains NaN or Inf"):
+        inverse(Diverges(matrix), "lsmr") @ B
     matrix[3, 1] = math.nan
     with pytest.raises(ValueError, match="adjoint of Matrix contains NaN or Inf"):
         inverse(Matrix(matrix), "lsmr") @ B

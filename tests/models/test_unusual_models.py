@@ -415,6 +415,11 @@ def test_a_moved_model_is_refused_with_the_way_to_move_the_posterior(params):
         la.predict(x)
     model.to(torch.float32)
     assert torch.equal(la.predict(x).probs, expected)
+    wide = Mlp().double().eval()
+    posterior_of_wide = Laplace(wide, params=params).fit_batches([(x.double(), y)])
+    wide.float()
+    with pytest.raises(RuntimeError, match="has rounded the parameters"):
+        posterior_of_wide.predict(x)
     for attribute in ("to", "cuda"):
         with pytest.raises(AttributeError, match=r"la\.save.*Laplace\.load\(path, model\)"):
             getattr(la, attribute)

@@ -159,7 +159,6 @@ def _check_dtypes(inputs: Inputs, model: nn.Module) -> None:
     """Require that floating-point inputs have the dtype of some parameter."""
     for x in tensors_of(inputs):
         # Usually the first parameter has the dtype, so the others are not read.
-        has_dtype = any(parameter.dtype == x.dtype for parameter in model.parameters())
-        if x.is_floating_point() and not has_dtype:
+        if x.is_floating_point() and all(p.dtype != x.dtype for p in model.parameters()):
             dtypes = {parameter.dtype for parameter in model.parameters()}
             raise dtype_error(x.dtype, dtypes)

@@ -125,9 +125,12 @@ def _check_same_values(parameters: list[nn.Parameter], mean: Float[Tensor, " D"]
     """Require that parameters have the same device, dtype and values as at the fit."""
     dtype = reduce(torch.promote_types, {wide(parameter.dtype) for parameter in parameters})
     if dtype != mean.dtype:
+        remedy = f"Convert it back with model.to({mean.dtype})"
+        if torch.finfo(dtype).bits < torch.finfo(mean.dtype).bits:
+            remedy = f"The conversion has rounded the parameters. Load them again in {mean.dtype}"
         raise RuntimeError(
-            f"The model is now in {dtype}, but was in {mean.dtype} when it was fitted. Convert it "
-            f"back with model.to({mean.dtype}), or fit again."
+            f"The model is now in {dtype}, but was in {mean.dtype} when it was fitted. {remedy}, "
+            "or fit again."
         )
     for parameter in parameters:
         if parameter.device != mean.device:

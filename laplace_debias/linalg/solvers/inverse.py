@@ -145,10 +145,9 @@ class LeastSquaresInverse(Wrapper):
             # SciPy may stop because of its estimate of the condition number, which is right only if
             # the norm of the operator is about 1. Therefore, scale the operator.
             scale = np.linalg.norm(operator.rmatvec(unit).astype(np.float64))
+            name = type(self.operator).__name__
             if not np.isfinite(scale):
-                raise not_finite_error(
-                    f"A product with the adjoint of {type(self.operator).__name__}"
-                )
+                raise not_finite_error(f"A product with the adjoint of {name}")
             if scale == 0:
                 return np.zeros(self.operator.shape[1], right_side.dtype), True
             scaled_operator = operator * (1 / scale)
@@ -158,6 +157,8 @@ class LeastSquaresInverse(Wrapper):
                 solution, status, *_ = lsmr(
                     scaled_operator, unit, atol=self.tol, btol=self.tol, conlim=0, maxiter=max_iter
                 )
+            if not np.isfinite(solution).all():
+                raise not_finite_error(f"A product with {name}")
             return solution * (norm / scale), status not in _UNSOLVED
 
         columns = []
