@@ -30,9 +30,10 @@ def not_for(command: str, *names: str) -> dict[str, str]:
 def likelihood_of(settings: SourceSettings, posteriors: Sequence[Path]) -> "Likelihood | None":
     """Return the likelihood of saved posteriors, whose files are read completely.
 
-    It has the thresholds of ordinal posteriors, and otherwise default options, because options such
-    as the noise belong to each posterior. It is None if the settings determine the likelihood:
-    there is no posterior, or `task` is an import path.
+    A likelihood of ordered classes has the thresholds of the posteriors. All others have default
+    options, because options such as the noise belong to each posterior. The result is None if the
+    settings determine the likelihood, because there is no posterior, or because `task` is an import
+    path.
 
     Raises:
         ValueError: If a posterior was fitted with a different task or different thresholds, or with

@@ -244,7 +244,7 @@ class PosteriorAtEnd:
         The first batch of a stream is not read, because the training would then start without it.
 
         Args:
-            network: The network, in either mode.
+            network: The network, in training or eval mode.
             train_loader: The training loader.
             validation_loader: The validation loader; None without tuning.
 

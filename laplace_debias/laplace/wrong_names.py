@@ -58,7 +58,7 @@ OTHER_NAMES = {
     "sample_weight": "batches (x, y, weights)",
     "to": "la.save(path), then model.to(device), then Laplace.load(path, model)",
 }
-"""Names that users of scikit-learn and of torch's modules expect, and their equivalents."""
+"""Names that users may expect from other classes, such as torch's modules, and equivalents."""
 SETTABLE = ("prior_precision", "prior_mean", "temperature", "link", "sigma")
 """The attributes of `Laplace` that can be set without a new fit."""
 CURVATURES = {"kron": "kfac"}

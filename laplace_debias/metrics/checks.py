@@ -76,8 +76,9 @@ def check_classification(
     if labels.ndim != 1:
         raise ValueError(
             f"`labels` has shape {list(labels.shape)}, but must have shape [n]. If the labels are "
-            "one-hot, pass their argmax. If examples have several positions, flatten the positions "
-            "of `labels` and `probs` into n. If the last dimension has size 1, remove it."
+            "one-hot, pass their argmax. If examples have several positions, flatten examples and "
+            "positions of `labels` and `probs` into one dimension. If the last dimension has size "
+            "1, remove it."
         )
     probs = check_probs(probs)
     if len(probs) != len(labels):

@@ -39,7 +39,7 @@ def effective_size(
     r"""Compute the number of independent rows that give a fraction the same confidence interval.
 
     With the variance $s^2$ of the n rows and the variance $v$ of their mean, which is computed from
-    the k examples, the number is $(s^2/v)\,(t_{n-1}/t_{k-1})^2$, and n at most. The quantiles t of
+    the k examples, the number is $(s^2/v)\,(t_{n-1}/t_{k-1})^2$, but at most n. The quantiles t of
     Student's distribution account for the uncertainty of $v$ if there are few examples. If each
     example has one row, the number is n.
 

@@ -208,16 +208,16 @@ def _likelihood(
         if is_classification and num_outputs == 1:
             advice = (
                 " If the targets are numbers or counts, pass --task=regression or --task=poisson. "
-                "If they are ordered classes, pass the import path of an "
-                "`Ordinal(thresholds)` as --task."
+                "If they are ordered classes, pass the import path of an instance of `Ordinal` as "
+                "--task."
             )
         elif likelihood.has_sigma and num_outputs == 2 * num_targets:
             advice = " If the outputs are means and log-variances, pass --task=heteroscedastic."
         raise ValueError(
             f"The network has {counted(num_outputs, 'output')}, but the task "
-            f"{task_name(likelihood)} needs {expected} for this data "
-            f"({likelihood.outputs_meaning}). Use the network that was trained on this data, or "
-            f"create it with this number of outputs (--model_args.KEY=VALUE).{advice}"
+            f"{task_name(likelihood)} needs {expected} ({likelihood.outputs_meaning}) for this "
+            "data. Use the network that was trained on this data, or create it with this number of "
+            f"outputs (--model_args.KEY=VALUE).{advice}"
         )
     return likelihood
 

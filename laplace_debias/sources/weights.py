@@ -38,7 +38,7 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
     """
     if path.is_dir():
         raise ValueError(
-            f"The checkpoint {path} is a folder. Pass the file of the weights in it, such as "
+            f"The checkpoint {path} is a folder. Pass the file with the weights, such as "
             f"{path / 'model.safetensors'}."
         )
     if not path.is_file():

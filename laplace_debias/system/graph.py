@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def graph_nodes(*tensors: Tensor, excluded: Collection[Any] = ()) -> Iterator[Any]:
-    """Yield each node on which tensors depend, except nodes behind the excluded ones, once."""
+    """Yield once each node that tensors depend on, without passing through excluded nodes."""
     visited = {None, *excluded}
     pending: list[Any] = [tensor.grad_fn for tensor in tensors]
     while pending:

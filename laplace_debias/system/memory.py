@@ -38,7 +38,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class suppress_unsupported(suppress):  # noqa: N801 (named like the class that it extends)
-    """Suppress errors that mean that a model does not support an operation."""
+    """Suppress errors of the given types, unless memory ran out.
+
+    Such an error is expected where a model may not support an operation.
+    """
 
     def __exit__(
         self,

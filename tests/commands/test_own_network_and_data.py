@@ -230,7 +230,7 @@ def test_a_network_that_predicts_its_noise(folder, capsys):
     wrong = ["fit", "--model=nets:rows", "--model_args.outputs=1", *common[1:], "--output=w"]
     assert main(wrong) == 2
     assert (
-        "has 1 output, but the task heteroscedastic needs 2 for this data (means and log-"
+        "has 1 output, but the task heteroscedastic needs 2 (means and log-variances) for"
         in capsys.readouterr().err
     )
 
@@ -296,8 +296,8 @@ def test_the_noise_of_a_posterior_is_not_that_of_the_network(folder, capsys):
     assert networks[0] == networks[1] == networks[2]
 
 
-def test_advice_is_possible_on_the_command_line(folder, capsys):
-    """Advice names the flag, if the flag has another name than the argument in Python."""
+def test_advice_names_the_options_of_the_command_line(folder, capsys):
+    """Messages name an option if its name differs from the argument in Python."""
     user_files.archive(folder / "r.npz", **user_files.arrays("numbers"))
     common = ["--model=nets:rows", "--model_args.outputs=1", "--data=r.npz", *QUIET]
     fit = ["fit", *common, "--overwrite", "--output=p.safetensors"]

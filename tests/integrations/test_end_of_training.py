@@ -613,7 +613,7 @@ def test_the_checks_leave_no_worker_processes():
 
 
 class Masking:
-    """A collator with its own generator, which refers to the network, as Hugging Face's may."""
+    """A collator that has its own generator and refers to the network, as Hugging Face's may."""
 
     def __init__(self, network):
         self.network = network
@@ -626,7 +626,7 @@ class Masking:
 
 
 class Addressed(nn.Module):
-    """A network that contains the address of its weight, which differs in a copy."""
+    """A network that records the address of its weight, so that a copy can be recognised."""
 
     def __init__(self):
         super().__init__()

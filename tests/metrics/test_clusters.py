@@ -19,8 +19,9 @@ from laplace_debias.metrics.statistics import Proportion, with_examples
 
 CLASSIFICATION_METRICS = ("accuracy", "nll", "brier", "overconfidence", "aurc")
 OOD_METRICS = ("auroc", "aupr_out", "aupr_in", "fpr95")
-# Their intervals account for the uncertainty of the variance over examples, but only if examples
-# have several rows, because the variance of independent rows follows from the fraction.
+# The intervals of these fractions depend on how often rows are repeated: they account for the
+# uncertainty of the variance over examples only if examples have several rows, because the variance
+# of independent rows follows from the fraction.
 FRACTIONS = {"accuracy", "exact_match"}
 
 
@@ -141,7 +142,7 @@ def test_repeated_rows_do_not_narrow_the_intervals_of_numbers_and_labels():
 
 
 def test_repeated_rows_of_a_fraction_have_the_interval_of_korn_and_graubard():
-    """Without dependence, there would be n rows; the variance of the mean has k - 1 degrees."""
+    """The variances of rows and of their mean have n - 1 and k - 1 degrees of freedom."""
     k, n = 12, 84
     a, _, labels, _ = dependent(k, seeded(), rows=torch.ones(k, dtype=torch.long))
     b = a.roll(1, 1)
@@ -181,7 +182,7 @@ def test_examples_with_one_row_each_have_the_interval_of_independent_rows():
 
 @pytest.mark.usefixtures("unchecked")
 def test_intervals_of_fractions_of_five_examples_cover_the_truth():
-    """In 95 % of the simulations. With the normal quantile instead of Student's, it is 86 %."""
+    """With a normal quantile instead of Student's, the coverage would be 86 % instead of 95 %."""
     examples = torch.arange(5).repeat_interleave(20)
     generator = np.random.default_rng(0)
     shares = generator.beta(2, 2, (1000, 5))  # the rows of an example have a correlation of 0.2

@@ -258,7 +258,7 @@ LABELS = torch.tensor([0, 1, 0, 1])
         (HALVES, LABELS.float(), "labels.long"),
         (HALVES, LABELS.bool(), "labels.long"),
         (HALVES, LABELS[:, None], "must have shape \\[n\\]"),
-        (HALVES[..., None].expand(4, 2, 3), LABELS[:, None].expand(4, 3), "flatten the positions"),
+        (HALVES[..., None].expand(4, 2, 3), LABELS[:, None].expand(4, 3), "flatten examples and"),
         (HALVES, LABELS.to("meta"), "Move one of them"),
     ],
 )

@@ -202,7 +202,7 @@ def test_an_output_size_that_the_layer_does_not_know_is_followed(options):
 
 
 class Router(nn.Linear):
-    """A linear layer with its own forward pass, as some routers of experts in transformers."""
+    """A linear layer with its own forward pass, like some routers of experts in transformers."""
 
     def forward(self, states):
         h = states[0] if isinstance(states, tuple) else states
@@ -241,7 +241,7 @@ STATES = []
 
 
 class HiddenStates(nn.Module):
-    """Collects hidden states with hooks that the first pass adds, as models of transformers do."""
+    """A network that adds hooks for hidden states in its first pass, as in transformers."""
 
     def __init__(self):
         super().__init__()
@@ -405,7 +405,7 @@ def test_autocast_is_refused():
 
 
 @pytest.mark.parametrize("params", ["all", "last_layer"])
-def test_a_moved_model_is_refused_with_the_way_to_move_the_posterior(params):
+def test_the_error_for_a_moved_model_states_how_to_move_the_posterior(params):
     x, y = examples()
     model = Mlp().eval()
     la = Laplace(model, params=params).fit_batches([(x, y)])
@@ -429,7 +429,7 @@ def test_a_moved_model_is_refused_with_the_way_to_move_the_posterior(params):
             use(x)
 
 
-def test_a_model_rounded_to_half_precision_is_refused_with_the_cause():
+def test_the_error_for_a_model_rounded_to_half_precision_states_the_cause():
     x, y = examples()
     model = Mlp().eval()
     la = Laplace(model).fit_batches([(x, y)])

@@ -150,7 +150,7 @@ def test_equal_directions_in_other_memory_are_not_taken_for_the_same():
 
 
 @pytest.mark.parametrize("combine", [torch.add, torch.matmul], ids=["sum", "product"])
-def test_axes_of_other_shapes_are_not_taken_for_the_same(combine):
+def test_axes_of_different_shapes_are_not_treated_as_equal(combine):
     row, column = (EigenKronecker(None, None, randn(*shape)) for shape in ((1, 6), (6, 1)))
     combined = row + column if combine is torch.add else row @ column
     torch.testing.assert_close(combined.to_dense(), combine(row.to_dense(), column.to_dense()))

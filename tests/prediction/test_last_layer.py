@@ -253,8 +253,8 @@ def test_what_is_not_one_trainable_layer_is_refused(model, says):
         Laplace(model(), params="last_layer").fit_batches(data())
 
 
-def test_a_model_that_differentiates_its_own_layers_is_refused_with_the_remedy():
-    """The force of a potential, as in networks of physics."""
+def test_the_error_for_a_model_that_differentiates_its_own_layers_states_the_remedy():
+    """The outputs are the force of a potential, as in networks for molecules."""
     torch.manual_seed(0)
 
     def minus_gradient(model, x):

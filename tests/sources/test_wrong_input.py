@@ -59,7 +59,7 @@ WRONG = {
     "arguments": ([*ROWS, "--model_args.outptus=3"], "unexpected keyword argument 'outptus'"),
     "classes": (
         [*ROWS, "--model_args.outputs=5"],
-        "the task classification needs 3 for this data (classes)",
+        "the task classification needs 3 (classes) for this data",
     ),
     "one output": ([*ROWS, "--model_args.outputs=1"], "--task=regression or --task=poisson. If"),
     "inputs": ([*ROWS, "--model_args.inputs=5"], "does not accept inputs of shape [2, 4]"),
@@ -81,7 +81,7 @@ WRONG = {
     ),
     "folder of weights": (
         [*ROWS, "--checkpoint=images"],
-        "The checkpoint images is a folder. Pass the file of the weights in it",
+        "The checkpoint images is a folder. Pass the file with the weights",
     ),
     "other widths": ([*ROWS, "--checkpoint=narrow.pt"], "size mismatch for 0.weight"),
     "other depth": ([*ROWS, "--checkpoint=deep.pt"], 'Unexpected key(s) in state_dict: "3.weight"'),

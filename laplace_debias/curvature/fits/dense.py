@@ -240,7 +240,7 @@ class CountedRows(RowAccumulator[list[Tensor]]):
 def crossfit_folds(
     context: FitContext, folds: Sequence[Iterable[Batch]], rank: int | None
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "parameters k"], DataTotals]:
-    """Read the Jacobian rows of all folds, and return `crossfit_rows` of them and their totals."""
+    """Read the rows of all folds, and return their magnitudes and directions, and the totals."""
     rows_by_fold: list[Rows] = []
     totals = DataTotals()
     for fold in folds:

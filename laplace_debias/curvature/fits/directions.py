@@ -126,7 +126,7 @@ def descending_eigenpairs_of_each(factors: Sequence[Factor], description: str) -
 def complete_eigenpairs(
     columns: Float[Tensor, "*batch d n"], description: str
 ) -> tuple[Float[Tensor, "*batch d"], Float[Tensor, "*batch d d"]]:
-    """Compute all eigenpairs of the products of n ≤ d columns, in descending order.
+    """Compute all eigenpairs of `columns columnsᵀ` for n ≤ d columns, in descending order.
 
     The pairs of the null space come last.
     """

@@ -119,8 +119,8 @@ class LayerRecorder:
         """Record a call, and return the output with which the forward pass continues."""
         x = inputs[0] if inputs else next(iter(named.values()))
         if not isinstance(x, Tensor) or not isinstance(output, Tensor):
-            # A subclass of the layer's type has its own forward pass, as have routers of experts
-            # that derive from a linear layer. Its parameters are measured at its calls.
+            # The layer is of a subclass with its own forward pass, such as a router of experts that
+            # derives from a linear layer. Its parameters are measured at its calls.
             return output
         if not self._dims.is_clear(path, x.shape, self._num_examples):
             self.is_unclear = True

@@ -93,13 +93,13 @@ def _sources(model: nn.Module, inputs: Inputs) -> tuple[list[str], list[str]]:
                 leaves.clear()
                 outputs = call(network, take(inputs, slice(0, _NUM_EXAMPLES)))
     except RuntimeError as error:
-        # The model's own derivative does not reach its inputs behind a detached layer.
+        # The model differentiates through its layers, which are detached here.
         if "not have been used in the graph" not in str(error):
             raise
         raise ValueError(
-            f'`params="{LAST_LAYER}"` is not available, because the forward pass differentiates '
-            "through the model's layers (torch.autograd.grad), and the search for the last layer "
-            f"detaches the layers from each other. {_REMEDY}"
+            f'`params="{LAST_LAYER}"` does not support this model, because its forward pass '
+            "differentiates through its layers (torch.autograd.grad), and the search for the last "
+            f"layer detaches the layers from each other. {_REMEDY}"
         ) from error
     if not outputs.requires_grad:
         return [], []

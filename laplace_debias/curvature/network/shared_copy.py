@@ -274,7 +274,8 @@ class SavedAttributes:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._saved: list[tuple[nn.Module, tuple[str, ...], tuple[Any, ...]]] = []
-        # Every module has a dozen empty containers for hooks, which are cleared without comparison.
+        # Every module has about a dozen containers for hooks. Most of them are empty, and are
+        # cleared without comparison.
         self._empty: list[Any] = []
         self._filled: list[tuple[Any, Any]] = []
         for module in modules:

@@ -61,7 +61,7 @@ def without_outer_wrappers(model: nn.Module) -> nn.Module:
             inside = model._modules["module"]
         elif not is_unit(model) and not is_replicated(model):
             # The hooks of `fully_shard` have to stay around the module whose parameters they
-            # gather. Those of `replicate` are removed with the class that it gives to the module.
+            # gather. The hooks of `replicate` are removed later, by `without_communication`.
             inside = next(filter(None, map(model._modules.get, _INSIDE)), None)
         if inside is not None and (model._forward_hooks or model._forward_pre_hooks):
             raise ValueError(

@@ -29,7 +29,7 @@ class Mode:
 
 
 def _scheme(name: str) -> Callable[[Any, int | None], "Scheme"]:
-    """Return a function that makes a scheme, and imports it only then."""
+    """Return a function that makes a scheme, and imports the scheme only when it is called."""
 
     def make(batches: Any, folds: int | None) -> "Scheme":
         module = import_module("laplace_debias.laplace.fitting.mode_schemes")

@@ -40,7 +40,7 @@ class BlockwiseAccumulator(CovarianceAccumulator):
     """The covariance under a block-diagonal posterior, computed in the eigenbasis of each block."""
 
     def _read_directions(self) -> None:
-        """Read the directions of each block, and prepare to keep quantities of the blocks."""
+        """Read the directions of each block, and create caches for quantities of the blocks."""
         self._indices = {block: index for index, block in enumerate(self.blocks)}
         self._operators: list[EigenKronecker] = []
         self._directions: list[tuple[Directions, Directions]] = []

@@ -129,14 +129,14 @@ def _check_same_values(parameters: list[nn.Parameter], mean: Float[Tensor, " D"]
         if torch.finfo(dtype).bits < torch.finfo(mean.dtype).bits:
             remedy = f"The conversion has rounded the parameters. Load them again in {mean.dtype}"
         raise RuntimeError(
-            f"The model is now in {dtype}, but was in {mean.dtype} when it was fitted. {remedy}, "
-            "or fit again."
+            f"The model is now in {dtype}, but was in {mean.dtype} at the fit. {remedy}, or fit "
+            "again."
         )
     for parameter in parameters:
         if parameter.device != mean.device:
             raise RuntimeError(
-                f"The model is now on {parameter.device}, but was on {mean.device} when it was "
-                f"fitted. Move it back with model.to('{mean.device}'). To use the posterior on "
+                f"The model is now on {parameter.device}, but was on {mean.device} at the fit. "
+                f"Move it back with model.to('{mean.device}'). To use the posterior on "
                 f"{parameter.device}, save it with la.save(path), move the model, and load the "
                 "posterior with la = Laplace.load(path, model)."
             )

@@ -27,8 +27,8 @@ from laplace_debias.metrics.checks import check_classification
 
 MIN_EXAMPLES = 100
 """With fewer examples than this, the simplest link is kept. For a calibrated network with ten
-classes, the standard error of a temperature that is chosen on 100 examples is 10 to 15 %. Choosing
-it then costs about as much NLL as a temperature that is wrong by a tenth.
+classes, a temperature that is chosen on 100 examples has a standard error of 10 to 15 %. This error
+raises the NLL about as much as a fixed temperature that is wrong by 10 % would.
 """
 _TIE_IN_PAIRED_ERRORS = 0.25
 """Two settings count as equally good if they differ by less than this fraction of the paired

@@ -136,7 +136,7 @@ def with_noise(fitted: FittedPosterior, likelihood: Likelihood) -> FittedPosteri
             at_the_fit = counted(len(earlier), "entry", "entries")
         raise ValueError(
             f"`sigma` has {counted(len(sigma), 'entry', 'entries')}, but had {at_the_fit} at the "
-            "fit. Pass as many, or fit again with Laplace(..., sigma=)."
+            "fit. Pass the same number, or fit again with Laplace(..., sigma=)."
         )
     factors = (sigma / earlier).reshape(-1)
     is_common = bool((factors / factors[0] - 1).abs().max() < 1e-6)
