@@ -618,6 +618,33 @@ def test_images_keep_all_their_positions():
     assert_blocks(fitted(model, batch), oracle_blocks(model, data, "expand"))
 
 
+def test_missing_labels_of_some_tasks_leave_the_positions_of_the_example():
+    """Each example has a label per task; the number of tasks is not that of the patches."""
+
+    class MultiTask(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.patches = nn.Linear(4, D)
+            self.mlp = nn.Linear(D, D)
+            self.head = nn.Linear(D, 2 * CLASSES)
+
+        def forward(self, x):
+            h = torch.tanh(self.patches(x))
+            h = torch.tanh(self.mlp(h + h.mean(1, keepdim=True)))
+            return self.head(h[:, 0]).unflatten(1, (2, CLASSES))
+
+    torch.manual_seed(0)
+    model = MultiTask().double().eval()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N, 6, 4, dtype=F64, generator=generator)
+    y = torch.randint(CLASSES, (N, 2), generator=generator)
+    y[1, 0] = y[4, 1] = IGNORED
+    y[6] = IGNORED
+    data = [(x[n : n + 1], y[n : n + 1]) for n in range(N)]
+    for sharing in ("expand", "reduce"):
+        assert_blocks(fitted(model, (x, y), sharing=sharing), oracle_blocks(model, data, sharing))
+
+
 def test_the_last_block_of_a_classifier_of_tokens_counts_all_real_positions():
     model = build("causal, last")
     data = examples("causal, last")
