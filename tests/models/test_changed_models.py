@@ -342,6 +342,36 @@ def test_a_change_that_the_blocks_describe_is_accepted(change):
         close(la.functional(x[:size])[1], expected[:size])
 
 
+def multiply_outputs_by_number_of_calls(module, inputs, outputs):
+    module.num_calls = getattr(module, "num_calls", 0) + 1
+    return outputs * module.num_calls
+
+
+def multiply_inputs_by_number_of_calls(module, inputs):
+    module.num_calls = getattr(module, "num_calls", 0) + 1
+    return (inputs[0] * module.num_calls,)
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+@pytest.mark.parametrize(
+    ("method", "hook"),
+    [
+        ("register_forward_hook", multiply_outputs_by_number_of_calls),
+        ("register_forward_pre_hook", multiply_inputs_by_number_of_calls),
+    ],
+)
+def test_attributes_that_a_hook_sets_do_not_change_later_predictions(params, method, hook):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x = torch.randn(8, 3, dtype=torch.float64)
+    expected = model(x).detach()
+    getattr(model[0], method)(hook)
+    la = Laplace(model, "classification", params=params).fit([(x, torch.arange(8) % 2)])
+    for _ in range(3):
+        close(la.functional(x)[0], expected)
+    assert not hasattr(model[0], "num_calls")
+
+
 def test_a_changed_model_is_verified_once(monkeypatch):
     verified = []
     verify = prediction_cache.differing_blocks

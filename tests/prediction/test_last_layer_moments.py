@@ -164,6 +164,12 @@ def with_hook():
     return module
 
 
+def with_hook_before():
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(lambda *_: None)
+    return module
+
+
 def with_own_forward():
     module = nn.Linear(2, 2)
     module.forward = lambda x: x
@@ -175,7 +181,8 @@ class Own(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    "build", [with_hook, with_own_forward, lambda: Own(2, 2), lambda: nn.LSTM(2, 2)]
+    "build",
+    [with_hook, with_hook_before, with_own_forward, lambda: Own(2, 2), lambda: nn.LSTM(2, 2)],
 )
 def test_other_modules_may_change_in_a_forward_pass(build):
     assert not are_constant(nn.Sequential(nn.Linear(2, 2), build()).modules())
