@@ -122,3 +122,30 @@ def test_a_perceptrons_prediction_of_one_input_takes_a_bounded_number_of_operati
     x = torch.randn(1, 20)
     la.predict(x)
     assert num_operations(lambda: la.predict(x).probs) <= 90
+
+
+class WithToken(nn.Module):
+    """Appends a learned token, with respect to which its calls are run again."""
+
+    num_calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+
+    def forward(self, x):
+        type(self).num_calls += 1
+        return torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+
+
+def test_a_call_is_run_again_once_for_all_columns_also_in_networks_with_convolutions():
+    def num_calls(num_classes):
+        torch.manual_seed(0)
+        patches = nn.Sequential(nn.Conv2d(3, 4, 2, stride=2), nn.Flatten(2))
+        head = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(20, num_classes))
+        network = nn.Sequential(patches, WithToken(), head)
+        WithToken.num_calls = 0
+        Laplace(network).fit_batches([(torch.randn(8, 3, 4, 4), torch.arange(8) % num_classes)])
+        return WithToken.num_calls
+
+    assert num_calls(3) == num_calls(8)

@@ -161,7 +161,10 @@ class ChunkRunner:
             context.device,
         )
         num_columns = min(num_columns, bound // column_bytes)
-        if self._accumulator.takes_single_columns and context.tap.differentiates_one_by_one:
+        # A call of a module is run again for each group of columns, so single columns take longer.
+        runs_calls_again = any(site.is_call for site in context.tap.layers)
+        takes_single_columns = self._accumulator.takes_single_columns and not runs_calls_again
+        if takes_single_columns and context.tap.differentiates_one_by_one:
             num_columns = 1
         num_bytes = num_columns * column_bytes
         chunk_bound = bound // _BOUND_OVER_CHUNK[context.device.type]
