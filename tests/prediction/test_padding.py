@@ -618,6 +618,52 @@ def test_images_keep_all_their_positions():
     assert_blocks(fitted(model, batch), oracle_blocks(model, data, "expand"))
 
 
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_padding_of_an_encoder_whose_length_is_that_of_the_decoder(sharing):
+    """An encoder's position does not take part because the decoder has a position of its number."""
+
+    class EncoderDecoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.source = nn.Embedding(V, D)
+            self.mix = Attention()
+            self.key = nn.Linear(D, D)
+            self.value = nn.Linear(D, D)
+            self.target = nn.Embedding(V, D)
+            self.query = nn.Linear(D, D)
+            self.head = nn.Linear(D, CLASSES)
+
+        def forward(self, source, mask, target):
+            allowed = mask.bool()[:, None]
+            h = self.source(source)
+            h = h + self.mix(h, allowed)
+            t = self.target(target)
+            scores = self.query(t) @ self.key(h).mT
+            attention = scores.masked_fill(~allowed, torch.finfo(h.dtype).min).softmax(-1)
+            return self.head(t + attention @ self.value(h))
+
+    torch.manual_seed(0)
+    model = EncoderDecoder().double().eval()
+    generator = torch.Generator().manual_seed(1)
+    target = torch.randint(V, (N, 5), generator=generator)
+    y = torch.randint(CLASSES, (N, 5), generator=generator)
+    # A softmax over a single position has no gradient, so there are at least two.
+    lengths = [max(2, length) for length in LENGTHS]
+    sources = [torch.randint(V, (1, length), generator=generator) for length in lengths]
+    data = []
+    for n, source in enumerate(sources):
+        data.append(((source, torch.ones_like(source), target[n : n + 1]), y[n : n + 1]))
+    expected = oracle_blocks(model, data, sharing)
+    if sharing == "reduce":
+        # The gradients of a softmax's scores sum to zero, so the keys have only rounding errors.
+        del expected["key.weight"]
+    for length in (5, 7):
+        source = torch.cat([F.pad(source, (0, length - source.shape[1])) for source in sources])
+        mask = (torch.arange(length) < torch.tensor(lengths)[:, None]).long()
+        la = fitted(model, ((source, mask, target), y), sharing=sharing)
+        assert_blocks(la, expected)
+
+
 def test_missing_labels_of_some_tasks_leave_the_positions_of_the_example():
     """Each example has a label per task; the number of tasks is not that of the patches."""
 

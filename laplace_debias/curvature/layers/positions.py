@@ -8,8 +8,8 @@ one of these conditions holds:
 - its token is the `padding_idx` of an embedding; or
 - the example does not reach the layer at all, though its batch calls the layer; or
 - no output that contributes to the loss depends on the position at all: its gradient vanishes in
-  all layers with the same number of positions. This is the case for padding that an attention mask
-  or a multiplied mask hides, or that follows the last position that a causal model reads. This
+  all layers of the same sequence, see `_influence`. This is the case for padding that an attention
+  mask or a multiplied mask hides, or that follows the last position that a causal model reads. This
   condition is checked if the inputs can show padding: tokens, masks or lengths, which are integers
   or bools, or several tensors. In a single tensor of features, it is checked only for positions
   whose features are all zero.
@@ -282,7 +282,8 @@ class _IdlePositions:
         ignored: The positions of outputs that do not count, or None if all outputs count.
         padding: The positions of padding tokens, by the number of positions.
         reached: The examples that have a gradient at some call of a layer, by the layer's path.
-        influence: The positions where some layer has a gradient, by the number of positions.
+        influence: The positions where a call of the same sequence has a gradient, for each call;
+            see `_influence`.
         zero_rows: The positions of the input whose features are all zero; None if the input can
             show padding by tokens, masks or lengths. See `_zero_rows`.
         sequence_lengths: The numbers of positions of tokens or masks.
@@ -292,7 +293,7 @@ class _IdlePositions:
     ignored: Bool[Tensor, "batch _"] | None
     padding: Mapping[int, Bool[Tensor, "batch _"]]
     reached: Mapping[str, Bool[Tensor, " batch"]]
-    influence: Mapping[int, Bool[Tensor, "batch _"]]
+    influence: Mapping[_RecordedCall, Bool[Tensor, "batch _"]]
     zero_rows: Bool[Tensor, "batch _"] | None
     sequence_lengths: Collection[int]
     may_hold_padding: bool
@@ -313,9 +314,9 @@ class _IdlePositions:
         has_length = length in self.sequence_lengths or not call.rule.channels_first
         if has_length and call.rule.has_sequence(call.layer):
             if self.zero_rows is None:
-                idle |= ~self.influence[length]
+                idle |= ~self.influence[call]
             elif self.zero_rows.shape[1] == length:
-                idle |= self.zero_rows & ~self.influence[length]
+                idle |= self.zero_rows & ~self.influence[call]
         return idle
 
 
@@ -340,11 +341,11 @@ class _Pass:
         self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
     ) -> Any:
         """Record the call of a layer without blocks; return the output for the rest of the pass."""
-        if not isinstance(output, Tensor):
+        x = inputs[0] if inputs else next(iter(named.values()))
+        if not isinstance(x, Tensor) or not isinstance(output, Tensor):
             return output
         if not output.requires_grad:
             output = output.detach().requires_grad_()
-        x = inputs[0] if inputs else next(iter(named.values()))
         self._calls_without_block.append(
             _RecordedCall(None, module, x, LayerOutput.from_tensor(output))
         )
@@ -378,7 +379,7 @@ class _Pass:
             ignored=None if counted is None else ~counted.flatten(1),
             padding=_padding(calls),
             reached=_reached_examples(calls),
-            influence=_influence(calls),
+            influence=_influence(outputs, calls),
             zero_rows=_zero_rows(tensors_of(x)),
             sequence_lengths=sequence_lengths,
             may_hold_padding=may_hold_padding,
@@ -424,14 +425,73 @@ def _reached_examples(calls: Sequence[_RecordedCall]) -> dict[str, Bool[Tensor, 
     return reached
 
 
-def _influence(calls: Sequence[_RecordedCall]) -> dict[int, Bool[Tensor, "batch positions"]]:
-    """Find where some layer has a gradient, by the layer's number of positions."""
-    influence: dict[int, Tensor] = {}
-    for call in calls:
-        mask = call.has_gradient
-        length = mask.shape[1]
-        influence[length] = influence.get(length, torch.zeros_like(mask)) | mask
+def _influence(
+    outputs: Tensor, calls: Sequence[_RecordedCall]
+) -> dict[_RecordedCall, Bool[Tensor, "batch positions"]]:
+    """Find the positions where a call of the same sequence has a gradient, for each call.
+
+    These are the call itself and, among the calls with the same number of positions, those on which
+    it depends or whose input is the input of one of them. The calls of a decoder are not among
+    those of the encoder, so an encoder's padding has no influence even if both sequences have the
+    same length.
+    """
+    numbers_by_length: dict[int, list[int]] = {}
+    for number, call in enumerate(calls):
+        numbers_by_length.setdefault(call.has_gradient.shape[1], []).append(number)
+    related = _related_calls(outputs, calls)
+    influence: dict[_RecordedCall, Tensor] = {}
+    for numbers in numbers_by_length.values():
+        has_gradient = torch.stack([calls[number].has_gradient for number in numbers])
+        # A product of matrices takes fewer operations than a disjunction for every pair of calls.
+        is_related = torch.tensor(
+            [[float(related[number] >> other & 1) for other in numbers] for number in numbers],
+            dtype=torch.float32,
+            device=has_gradient.device,
+        )
+        num_related = is_related @ has_gradient.flatten(1).float()
+        for number, mask in zip(numbers, num_related.view(has_gradient.shape) > 0, strict=True):
+            influence[calls[number]] = mask
     return influence
+
+
+def _related_calls(outputs: Tensor, calls: Sequence[_RecordedCall]) -> list[int]:
+    """Find the calls on which each call depends, and the calls with the same inputs as these.
+
+    A set of calls is an integer with a bit for each call, so that the sets of all nodes of a large
+    network take little memory.
+    """
+    calls_at_node: dict[Any, int] = {}
+    calls_with_input: dict[int, int] = {}
+    for number, call in enumerate(calls):
+        assert call.z.edge is not None
+        node = call.z.edge.node
+        address = call.x.data_ptr()
+        calls_at_node[node] = calls_at_node.get(node, 0) | 1 << number
+        calls_with_input[address] = calls_with_input.get(address, 0) | 1 << number
+    # The calls on which each node depends.
+    calls_before: dict[Any, int] = {None: 0}
+    pending: list[Any] = [outputs.grad_fn]
+    while pending:
+        node = pending[-1]
+        following = [other for other, _ in node.next_functions]
+        missing = [other for other in following if other not in calls_before]
+        if missing:
+            pending += missing
+            continue
+        pending.pop()
+        calls_before[node] = calls_at_node.get(node, 0)
+        for other in following:
+            calls_before[node] |= calls_before[other]
+    related: list[int] = []
+    for number, call in enumerate(calls):
+        assert call.z.edge is not None
+        before = calls_before.get(call.z.edge.node, 0) | 1 << number
+        with_inputs = 0
+        for other, other_call in enumerate(calls):
+            if before >> other & 1:
+                with_inputs |= calls_with_input[other_call.x.data_ptr()]
+        related.append(with_inputs)
+    return related
 
 
 def _padding(calls: Sequence[_RecordedCall]) -> dict[int, Bool[Tensor, "batch positions"]]:
