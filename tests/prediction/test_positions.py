@@ -38,6 +38,17 @@ def check_same(report, expected):
         assert ends(report[name]) == pytest.approx(ends(interval), nan_ok=True), name
 
 
+def check_fraction(repeated, single):
+    """Compare the interval of repeated positions with that of one position.
+
+    It may be a little wider, because the variance over examples is estimated from the examples.
+    """
+    assert repeated.value == pytest.approx(single.value)
+    assert repeated.low < single.low + 1e-9
+    assert repeated.high > single.high - 1e-9
+    assert repeated.high - repeated.low < 1.1 * (single.high - single.low)
+
+
 @pytest.mark.parametrize("score", [None, "instability"])
 def test_examples_are_those_of_the_targets_that_count(score):
     """The loader is split within the data; some examples have no target, or not their first."""
@@ -89,7 +100,7 @@ def test_one_position_is_the_same_as_none():
 
 @pytest.mark.parametrize("likelihood", ["regression", "poisson", "multilabel", "binary"])
 def test_every_likelihood_counts_examples(likelihood):
-    """Repeated positions have the intervals of one position."""
+    """Repeated positions have the intervals of one position, and those of fractions may be wider."""
     torch.manual_seed(0)
     outputs = 1 if likelihood == "binary" else 2
     model = nn.Linear(4, outputs).double().eval()
@@ -104,8 +115,11 @@ def test_every_likelihood_counts_examples(likelihood):
         {"far": [far.repeat(1, POSITIONS, 1)]},
     )
     assert single.keys() == repeated.keys()
-    for name in set(single) - {"aurc", "smooth_ece", "ece_equal_mass"}:
+    fractions = {"accuracy", "exact_match"} & set(single)
+    for name in set(single) - fractions - {"aurc", "smooth_ece", "ece_equal_mass"}:
         assert ends(repeated[name]) == pytest.approx(ends(single[name]), nan_ok=True), name
+    for name in fractions:
+        check_fraction(repeated[name], single[name])
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -133,4 +147,11 @@ def test_intervals_of_conformal_sets_count_examples():
     for groups in (None, first_group):
         conformal = Conformal(la, groups=groups).calibrate([batch(80, generator(3))], 0.8)
         single = conformal.evaluate([(x[:, :1], labels[:, :1])])
-        check_same(conformal.evaluate([(x, labels)]), single)
+        repeated = conformal.evaluate([(x, labels)])
+        coverage = {name for name in single if name.startswith("coverage")}
+        for name in coverage:
+            check_fraction(repeated[name], single[name])
+        check_same(
+            {name: repeated[name] for name in repeated.keys() - coverage},
+            {name: single[name] for name in single.keys() - coverage},
+        )

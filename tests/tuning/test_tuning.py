@@ -687,7 +687,7 @@ def test_a_noise_that_was_given_stays_and_one_that_was_not_is_tuned():
 def test_a_noise_that_cannot_be_tuned_on_data_says_so():
     model, x, y = regression()
     la = Laplace(model, "regression", sigma=0.5).fit([(x, y)])
-    with pytest.raises(ValueError, match="Remove `grid=` or `sigma="):
+    with pytest.raises(ValueError, match=r"Remove `grid=` .* or `sigma="):
         la.tune([(x, y)], sigma=True, grid=[1.0])
     with pytest.raises(ValueError, match="validation data are zero"):
         la.tune([(x, model(x).detach())], sigma=True)
