@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS, Ordinal
+from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
 from laplace_debias.sources.settings import NOT_COMPARED, SourceSettings
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def likelihood_of(settings: SourceSettings, posteriors: Sequence[Path]) -> "Like
             a user-defined likelihood, which is not in the file, and there is no `task`. Also raises
             the errors of `Laplace.load` about the file.
     """
+    from laplace_debias.curvature.losses.likelihoods import Ordinal
     from laplace_debias.laplace.saving import file
 
     likelihood = None

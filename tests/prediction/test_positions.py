@@ -100,7 +100,7 @@ def test_one_position_is_the_same_as_none():
 
 @pytest.mark.parametrize("likelihood", ["regression", "poisson", "multilabel", "binary"])
 def test_every_likelihood_counts_examples(likelihood):
-    """Repeated positions have the intervals of one position, and those of fractions may be wider."""
+    """Repeated positions have the intervals of one position; those of fractions may be wider."""
     torch.manual_seed(0)
     outputs = 1 if likelihood == "binary" else 2
     model = nn.Linear(4, outputs).double().eval()
