@@ -70,9 +70,9 @@ def likelihood_of(settings: SourceSettings, posteriors: Sequence[Path]) -> "Like
         ordinal = file.likelihood_from_json(header.likelihood)
         if likelihood is not None and likelihood.options() != ordinal.options():
             raise ValueError(
-                f"{path} was fitted with the thresholds {ordinal.thresholds.tolist()}, but "
-                f"{posteriors[0]} with {likelihood.thresholds.tolist()}. Pass posteriors with the "
-                "same thresholds."
+                f"{path} was fitted with the thresholds {ordinal.options()['thresholds']}, but "
+                f"{posteriors[0]} with {likelihood.options()['thresholds']}. Pass posteriors with "
+                "the same thresholds."
             )
         likelihood = ordinal
     return likelihood
