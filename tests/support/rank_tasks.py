@@ -555,7 +555,7 @@ def check_prepared_stream_before_training(rank):
     from laplace_debias.integrations.end_of_training import PosteriorAtEnd
 
     settings = PosteriorAtEnd("classification", "full", tune=False, options={})
-    settings.check(laplace(), prepared_stream(rank), None)
+    settings.check(network(), prepared_stream(rank), None)
 
 
 def fit_dispatched(rank):

@@ -446,8 +446,9 @@ def _influence(
         is_related = torch.tensor(
             [[float(related[number] >> other & 1) for other in numbers] for number in numbers],
             dtype=torch.float32,
-            device=has_gradient.device,
         )
+        # The host must not wait for the device.
+        is_related = is_related.to(has_gradient.device, non_blocking=True)
         num_related = is_related @ has_gradient.flatten(1).float()
         for number, mask in zip(numbers, num_related.view(has_gradient.shape) > 0, strict=True):
             influence[calls[number]] = mask
