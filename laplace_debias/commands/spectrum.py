@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from laplace_debias.assessment.spectrum import Spectrum
 
 _MOST_SHOWN = 13
-"""The number of eigenvalues that are printed."""
+"""The largest number of eigenvalues that are printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +176,6 @@ def _print(spectrum: "Spectrum") -> None:
         )
     print(
         f"Trace: {float(trace.value):.5g} ± {float(trace.standard_error):.2g} (standard error); "
-        f"the eigenvalues above are {fraction:.1%} of it; {others}"
+        f"the sum of the leading eigenvalues is {fraction:.1%} of it; {others}"
     )
     print(f"Time: {spectrum.seconds:.0f} s")

@@ -16,3 +16,20 @@ def graph_nodes(*tensors: Tensor, excluded: Collection[Any] = ()) -> Iterator[An
             visited.add(node)
             yield node
             pending += [following for following, _ in node.next_functions]
+
+
+def nodes_in_order(tensor: Tensor) -> Iterator[Any]:
+    """Yield once each node that a tensor depends on, after all nodes that this node depends on."""
+    finished: set[Any] = {None}
+    pending: list[Any] = [tensor.grad_fn]
+    while pending:
+        node = pending[-1]
+        if node in finished:
+            pending.pop()
+            continue
+        sources = [source for source, _ in node.next_functions if source not in finished]
+        if sources:
+            pending += sources
+            continue
+        finished.add(node)
+        yield node

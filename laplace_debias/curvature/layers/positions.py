@@ -31,6 +31,7 @@ part if a target of the example contributes to the loss.
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -48,7 +49,7 @@ from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.network.inputs import Inputs, move, tensors_of
 from laplace_debias.curvature.network.shared_copy import shared_copy
-from laplace_debias.system.graph import graph_nodes
+from laplace_debias.system.graph import graph_nodes, nodes_in_order
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -435,64 +436,51 @@ def _influence(
     those of the encoder, so an encoder's padding has no influence even if both sequences have the
     same length.
     """
-    numbers_by_length: dict[int, list[int]] = {}
-    for number, call in enumerate(calls):
-        numbers_by_length.setdefault(call.has_gradient.shape[1], []).append(number)
-    related = _related_calls(outputs, calls)
+    related_calls = _related_calls(outputs, calls)
+    indices_by_length: dict[int, list[int]] = defaultdict(list)
+    for index, call in enumerate(calls):
+        indices_by_length[call.has_gradient.shape[1]].append(index)
     influence: dict[_RecordedCall, Tensor] = {}
-    for numbers in numbers_by_length.values():
-        has_gradient = torch.stack([calls[number].has_gradient for number in numbers])
-        # A product of matrices takes fewer operations than a disjunction for every pair of calls.
+    for indices in indices_by_length.values():
+        has_gradient = torch.stack([calls[index].has_gradient for index in indices])
         is_related = torch.tensor(
-            [[float(related[number] >> other & 1) for other in numbers] for number in numbers],
+            [[related_calls[row] >> column & 1 for column in indices] for row in indices],
             dtype=torch.float32,
         )
         # The host must not wait for the device.
         is_related = is_related.to(has_gradient.device, non_blocking=True)
+        # A product of matrices takes fewer operations than a disjunction for every pair of calls.
         num_related = is_related @ has_gradient.flatten(1).float()
-        for number, mask in zip(numbers, num_related.view(has_gradient.shape) > 0, strict=True):
-            influence[calls[number]] = mask
+        masks = num_related.view(has_gradient.shape) > 0
+        influence |= {calls[index]: mask for index, mask in zip(indices, masks, strict=True)}
     return influence
 
 
 def _related_calls(outputs: Tensor, calls: Sequence[_RecordedCall]) -> list[int]:
-    """Find the calls on which each call depends, and the calls with the same inputs as these.
+    """For each call, find the calls on which it depends, and those with the same inputs as these.
 
     A set of calls is an integer with a bit for each call, so that the sets of all nodes of a large
     network take little memory.
     """
-    calls_at_node: dict[Any, int] = {}
-    calls_with_input: dict[int, int] = {}
-    for number, call in enumerate(calls):
-        assert call.z.edge is not None
-        node = call.z.edge.node
-        address = call.x.data_ptr()
-        calls_at_node[node] = calls_at_node.get(node, 0) | 1 << number
-        calls_with_input[address] = calls_with_input.get(address, 0) | 1 << number
-    # The calls on which each node depends.
+    calls_with_input: dict[int, int] = defaultdict(int)
+    for index, call in enumerate(calls):
+        calls_with_input[call.x.data_ptr()] |= 1 << index
+    calls_at_node: dict[Any, int] = defaultdict(int)
+    for call in calls:
+        calls_at_node[_node(call)] |= calls_with_input[call.x.data_ptr()]
     calls_before: dict[Any, int] = {None: 0}
-    pending: list[Any] = [outputs.grad_fn]
-    while pending:
-        node = pending[-1]
-        following = [other for other, _ in node.next_functions]
-        missing = [other for other in following if other not in calls_before]
-        if missing:
-            pending += missing
-            continue
-        pending.pop()
-        calls_before[node] = calls_at_node.get(node, 0)
-        for other in following:
-            calls_before[node] |= calls_before[other]
-    related: list[int] = []
-    for number, call in enumerate(calls):
-        assert call.z.edge is not None
-        before = calls_before.get(call.z.edge.node, 0) | 1 << number
-        with_inputs = 0
-        for other, other_call in enumerate(calls):
-            if before >> other & 1:
-                with_inputs |= calls_with_input[other_call.x.data_ptr()]
-        related.append(with_inputs)
-    return related
+    for node in nodes_in_order(outputs):
+        calls_before[node] = calls_at_node[node]
+        for source, _ in node.next_functions:
+            calls_before[node] |= calls_before[source]
+    # The outputs do not depend on the nodes that are missing.
+    return [calls_before.get(_node(call), calls_at_node[_node(call)]) for call in calls]
+
+
+def _node(call: _RecordedCall) -> Any:
+    """Return the node of the graph that computes a call's output."""
+    assert call.z.edge is not None
+    return call.z.edge.node
 
 
 def _padding(calls: Sequence[_RecordedCall]) -> dict[int, Bool[Tensor, "batch positions"]]:
