@@ -250,6 +250,8 @@ def test_settings_of_the_process_are_left_as_they_were():
         return A @ torch.ones(A.shape[1], dtype=torch.float64)
 
     at_once([*(calls * 3), product, *calls, product])
+    with quiet():
+        pass  # A `catch_warnings` of torch in another thread may have added the filters again.
     assert settings() == settings_before
 
 
@@ -265,6 +267,21 @@ def test_filters_of_warnings_that_are_set_meanwhile_stay():
             warnings.warn("torch's", FutureWarning, stacklevel=1)
             warnings.filters.insert(0, users_filter)
         assert warnings.filters == [users_filter, equal_filter, *filters_before]
+    finally:
+        warnings.filters[:] = filters_before
+
+
+def test_filters_that_another_thread_adds_again_are_removed_by_the_next_call():
+    filters_before = list(warnings.filters)
+    catching = warnings.catch_warnings()
+    try:
+        with quiet():
+            catching.__enter__()
+        catching.__exit__(None, None, None)
+        assert warnings.filters != filters_before
+        with quiet():
+            pass
+        assert warnings.filters == filters_before
     finally:
         warnings.filters[:] = filters_before
 

@@ -113,27 +113,30 @@ def _ignoring(category: type[Warning], message: str = "") -> tuple[Any, ...]:
     return ("ignore", pattern, category, None, 0)
 
 
+_FILTERS_OF_QUIET = [
+    _ignoring(FutureWarning),
+    _ignoring(Warning, "TF32 acceleration"),
+    # An operation that torch does not vectorise runs in a loop, which is slower but gives the same
+    # numbers.
+    _ignoring(Warning, "There is a performance drop"),
+]
+
+
 @SharedSetting
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress torch's warnings about its own internals.
 
     The filters are added and removed one by one, so that filters that other threads set in the
-    meantime are kept.
+    meantime are kept. A thread that leaves `warnings.catch_warnings` later may add them again; they
+    are the same objects in every call, so the next call removes them.
     """
-    added = [
-        _ignoring(FutureWarning),
-        _ignoring(Warning, "TF32 acceleration"),
-        # An operation that torch does not vectorise runs in a loop, which is slower but gives the
-        # same numbers.
-        _ignoring(Warning, "There is a performance drop"),
-    ]
     filters: Any = warnings.filters
-    filters[:0] = added
+    filters[:0] = _FILTERS_OF_QUIET
     try:
         yield
     finally:
-        added_ids = set(map(id, added))
+        added_ids = set(map(id, _FILTERS_OF_QUIET))
         filters = warnings.filters
         filters[:] = [entry for entry in filters if id(entry) not in added_ids]
 
