@@ -29,7 +29,6 @@ the pass is omitted. Layers with one position per example need no pass either: t
 part if a target of the example contributes to the loss.
 """
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -37,6 +36,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
@@ -102,22 +102,21 @@ class PositionFinder:
         self._cotangents = cotangents
         self._ndim = outputs.ndim
         self._device = outputs.device
-        self._all_blocks = [block for block in blocks if not block.is_vector]
-        nums_positions: dict[Block, set[int]] = {}
-        for block, call in itertools.product(blocks, layer_calls):
-            if call.layer == block.layer and len(call.z.shape) > 2 and not block.is_vector:
-                num_positions = call.z.shape[1:].numel() // (block.num_groups * block.shape[0])
-                nums_positions.setdefault(block, set()).add(num_positions)
+        self._weight_blocks = [block for block in blocks if not block.is_vector]
+        nums_by_block = {
+            block: _nums_positions(block, layer_calls) for block in self._weight_blocks
+        }
+        with_positions = [block for block, nums in nums_by_block.items() if nums]
         called = {call.layer for call in layer_calls}
-        uncalled = [block for block in self._all_blocks if block.layer not in called]
+        uncalled = [block for block in self._weight_blocks if block.layer not in called]
         # Layers that this example does not call may have several positions for other examples.
-        self._blocks = [*nums_positions, *uncalled]
-        self._single_layers = {block.layer for block in self._all_blocks}
-        self._single_layers -= {block.layer for block in self._blocks}
+        self._position_blocks = [*with_positions, *uncalled]
+        self._single_layers = {block.layer for block in self._weight_blocks}
+        self._single_layers -= {block.layer for block in self._position_blocks}
         # The classes of outputs come after the positions, or between the examples and the
         # positions.
         nums_of_outputs = {outputs.shape[1:-1].numel(), outputs.shape[2:].numel()}
-        nums_of_blocks = {num for nums in nums_positions.values() for num in nums}
+        nums_of_blocks = set[int]().union(*nums_by_block.values())
         self._is_pooled = outputs.ndim == 2 or not nums_of_blocks <= nums_of_outputs
         # The search for conditional layers and the passes for their positions take turns.
         self._passes: dict[tuple[Block, ...], _Pass] = {}
@@ -134,22 +133,24 @@ class PositionFinder:
             conditional: The sites of layers that only some batches call. Whether a batch calls a
                 layer for examples that do not reach it depends on the batching of examples.
         """
-        if not self._all_blocks:
+        if not self._weight_blocks:
             return PresentPositions()
         masks_by_layer: Mapping[str, Masks] = {}
         examined: Collection[str] = ()
-        conditional_blocks = [block for block in self._all_blocks if block.site in conditional]
+        conditional_blocks = [block for block in self._weight_blocks if block.site in conditional]
         counted = self._cotangents.counted(y, self._ndim)
-        # Layers with one position use the mask directly: on an accelerator, the host need not wait.
-        asks = bool(self._blocks or conditional_blocks) or y.device.type == "cpu"
-        if counted is not None and asks and bool(counted.all()):
+        # On an accelerator, the host would have to wait for the answer whether all outputs count.
+        # Layers with one position use the mask directly, so they do not need the answer.
+        needs_answer = bool(self._position_blocks or conditional_blocks)
+        reads_answer = needs_answer or y.device.type == "cpu"
+        if counted is not None and reads_answer and bool(counted.all()):
             counted = None
-        may_hold_padding = bool(self._blocks) and (
+        may_hold_padding = bool(self._position_blocks) and (
             counted is not None or _may_hold_padding(x, self._is_pooled)
         )
         if may_hold_padding or conditional_blocks:
             masks_by_layer = self._find_by_pass(x, counted, conditional_blocks, may_hold_padding)
-            examined = {block.layer for block in (*self._blocks, *conditional_blocks)}
+            examined = {block.layer for block in (*self._position_blocks, *conditional_blocks)}
         if counted is None:
             return PresentPositions(masks_by_layer, examined_layers=examined)
         counted_examples = counted.flatten(1).any(1).to(self._device, non_blocking=True)
@@ -162,9 +163,9 @@ class PositionFinder:
         layer for all examples.
         """
         counted = self._cotangents.counted(y, self._ndim)
-        masks_by_layer = self._find_by_pass(x, counted, self._all_blocks, may_hold_padding=False)
+        masks_by_layer = self._find_by_pass(x, counted, self._weight_blocks, may_hold_padding=False)
         sites: set[Site] = set()
-        for block in self._all_blocks:
+        for block in self._weight_blocks:
             masks = masks_by_layer.get(block.layer, ())
             if masks:
                 is_reached = torch.stack([mask.any(1) for mask in masks]).any(0)
@@ -189,7 +190,7 @@ class PositionFinder:
             conditional_blocks: The blocks of layers that only some batches call.
             may_hold_padding: Whether the inputs may contain padding.
         """
-        blocks = tuple(dict.fromkeys([*self._blocks, *conditional_blocks]))
+        blocks = tuple(dict.fromkeys([*self._position_blocks, *conditional_blocks]))
         if blocks not in self._passes:
             # A `_Pass` is created only when it is first needed, because its hooks cost time and
             # most data contain no padding.
@@ -211,6 +212,16 @@ class PositionFinder:
         return {} if bool(torch.stack(are_full).all()) else masks_by_layer
 
 
+def _nums_positions(block: Block, layer_calls: Sequence[LayerCall]) -> set[int]:
+    """Return the number of positions in each call of a block's layer that has positions."""
+    channels = block.num_groups * block.shape[0]
+    return {
+        call.z.shape[1:].numel() // channels
+        for call in layer_calls
+        if call.layer == block.layer and len(call.z.shape) > 2
+    }
+
+
 def _may_hold_padding(x: Inputs, is_pooled: bool) -> bool:
     """Whether inputs may contain positions on which nothing depends, if every output counts.
 
@@ -221,11 +232,15 @@ def _may_hold_padding(x: Inputs, is_pooled: bool) -> bool:
     if zero_rows is not None:
         # For images, `zero_rows` has no positions, so the host need not wait for an answer.
         return is_pooled and zero_rows.shape[1] > 0 and bool(zero_rows.any())
-    return is_pooled or any(_is_mask(t) and not bool((t == t.flatten()[0]).all()) for t in tensors)
+    return is_pooled or any(_is_mask(x) and not _is_constant(x) for x in tensors)
 
 
 def _is_mask(x: Tensor) -> bool:
     return x.dtype == torch.bool or (x.ndim == 2 and bool(((x == 0) | (x == 1)).all()))
+
+
+def _is_constant(x: Tensor) -> bool:
+    return bool((x == x.flatten()[0]).all())
 
 
 def _zero_rows(tensors: Sequence[Tensor]) -> Bool[Tensor, "batch positions"] | None:
@@ -299,14 +314,16 @@ class _IdlePositions:
     sequence_lengths: Collection[int]
     may_hold_padding: bool
 
-    def of_call(self, call: _RecordedCall) -> Bool[Tensor, "batch positions"]:
+    def in_call(self, call: _RecordedCall) -> Bool[Tensor, "batch positions"]:
         """Return the positions for which there is a reason in a call of a layer."""
         assert call.path is not None
         length = call.has_gradient.shape[1]
         idle = torch.zeros_like(call.has_gradient) | ~self.reached[call.path].unsqueeze(1)
         if self.ignored is not None:
-            has_these_positions = self.ignored.shape[1] == length
-            idle |= self.ignored if has_these_positions else self.ignored.all(1, keepdim=True)
+            # If the layer has other positions than the outputs, only examples without any output
+            # that counts are left out.
+            has_positions_of_outputs = self.ignored.shape[1] == length
+            idle |= self.ignored if has_positions_of_outputs else self.ignored.all(1, keepdim=True)
         if not self.may_hold_padding:
             return idle
         if length in self.padding:
@@ -388,7 +405,7 @@ class _Pass:
         masks_by_layer: dict[str, list[Tensor]] = {}
         for call in calls:
             if call.path is not None and call.gradient is not None:
-                mask = call.has_gradient | ~idle.of_call(call)
+                mask = call.has_gradient | ~idle.in_call(call)
                 masks_by_layer.setdefault(call.path, []).append(mask)
         return masks_by_layer
 
@@ -436,45 +453,44 @@ def _influence(
     those of the encoder, so an encoder's padding has no influence even if both sequences have the
     same length.
     """
-    related_calls = _related_calls(outputs, calls)
+    is_related = _related_calls(outputs, calls)
     indices_by_length: dict[int, list[int]] = defaultdict(list)
     for index, call in enumerate(calls):
         indices_by_length[call.has_gradient.shape[1]].append(index)
     influence: dict[_RecordedCall, Tensor] = {}
     for indices in indices_by_length.values():
         has_gradient = torch.stack([calls[index].has_gradient for index in indices])
-        is_related = torch.tensor(
-            [[related_calls[row] >> column & 1 for column in indices] for row in indices],
-            dtype=torch.float32,
-        )
+        relations = torch.from_numpy(is_related[np.ix_(indices, indices)].astype(np.float32))
         # The host must not wait for the device.
-        is_related = is_related.to(has_gradient.device, non_blocking=True)
+        relations = relations.to(has_gradient.device, non_blocking=True)
         # A product of matrices takes fewer operations than a disjunction for every pair of calls.
-        num_related = is_related @ has_gradient.flatten(1).float()
+        num_related = relations @ has_gradient.flatten(1).float()
         masks = num_related.view(has_gradient.shape) > 0
         influence |= {calls[index]: mask for index, mask in zip(indices, masks, strict=True)}
     return influence
 
 
-def _related_calls(outputs: Tensor, calls: Sequence[_RecordedCall]) -> list[int]:
-    """For each call, find the calls on which it depends, and those with the same inputs as these.
+def _related_calls(
+    outputs: Tensor, calls: Sequence[_RecordedCall]
+) -> Bool[np.ndarray, "calls calls"]:
+    """For each call, mark the calls on which it depends, and those with the same inputs as these.
 
-    A set of calls is an integer with a bit for each call, so that the sets of all nodes of a large
-    network take little memory.
+    Row i marks the calls to which call i is related.
     """
-    calls_with_input: dict[int, int] = defaultdict(int)
-    for index, call in enumerate(calls):
-        calls_with_input[call.x.data_ptr()] |= 1 << index
-    calls_at_node: dict[Any, int] = defaultdict(int)
-    for call in calls:
-        calls_at_node[_node(call)] |= calls_with_input[call.x.data_ptr()]
-    calls_before: dict[Any, int] = {None: 0}
+    # The marks are numpy's, because torch takes many times longer for a few hundred booleans.
+    marks_by_node: dict[Any, Bool[np.ndarray, " calls"]] = {}
+
+    def mark(node: Any, marks: Bool[np.ndarray, " calls"]) -> None:
+        marks_by_node[node] = marks_by_node[node] | marks if node in marks_by_node else marks
+
+    addresses = np.array([call.x.data_ptr() for call in calls])
+    for call, address in zip(calls, addresses, strict=True):
+        mark(_node(call), addresses == address)
     for node in nodes_in_order(outputs):
-        calls_before[node] = calls_at_node[node]
         for source, _ in node.next_functions:
-            calls_before[node] |= calls_before[source]
-    # The outputs do not depend on the nodes that are missing.
-    return [calls_before.get(_node(call), calls_at_node[_node(call)]) for call in calls]
+            if source in marks_by_node:
+                mark(node, marks_by_node[source])
+    return np.stack([marks_by_node[_node(call)] for call in calls])
 
 
 def _node(call: _RecordedCall) -> Any:
