@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -214,10 +214,12 @@ def _noise_terms(predicted: Distribution, targets: CheckedTargets) -> Float[Tens
     labels = targets.labels.double()
     root = predicted.scale_tril.flatten(0, -3).double()
     residuals = (labels - probabilities_or_means(predicted).double()).unsqueeze(-1)
+    # If the targets are the model's own outputs, the residuals are rounding errors. They are set to
+    # zero, so that `_with_best_noise` raises an error.
     rounding = 8 * torch.finfo(predicted.mean.dtype).eps * labels.abs()
     residuals = residuals.masked_fill(residuals.abs() <= rounding.unsqueeze(-1), 0)
-    # The residuals are not derived from the log-density, because its constant would swamp small
-    # residuals in float32.
+    # The residuals are whitened by the root L of S = L Lᵀ. The squares are not derived from the
+    # log-density, because its constant would swamp small residuals in float32.
     whitened = torch.linalg.solve_triangular(root, residuals, upper=False)
     squares = whitened.square().sum((-2, -1))
     log_dets = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -246,33 +248,27 @@ class ScoredTargets:
     def check(
         cls,
         likelihood: Likelihood,
-        predicted: Distribution,
-        y: Tensor,
         rule: ScoringRule,
         class_dim: int | None,
+        predicted: Distribution,
+        y: Tensor,
     ) -> "ScoredTargets":
         """Check the targets against any of the predictives."""
         targets = check_targets(likelihood, predicted, y, class_dim, leading=1)
         example_indices = targets.counted.view(predicted.batch_shape[1:]).nonzero()[:, 0]
         return cls(rule, targets, example_indices, len(y))
 
-    def terms(self, predicted: Distribution) -> Float[Tensor, "terms columns"]:
-        """Compute the terms of the metric for the targets that are not ignored."""
-        return self.rule(predicted, self.targets)
-
-    def sums(self, terms: Float[Tensor, "terms columns"]) -> Float[Tensor, "examples columns"]:
-        """Add up the terms of each example."""
-        sums = terms.new_zeros(self.num_examples, terms.shape[1])
-        return sums.index_add_(0, self._examples(len(terms)), terms)
-
-    def counts(self, num_terms: int) -> Float[Tensor, " examples"]:
-        """Count the terms of each example."""
-        return self._examples(num_terms).bincount(minlength=self.num_examples).double()
-
-    def _examples(self, num_terms: int) -> Int[Tensor, " terms"]:
-        """Return the index of the example of each term; a row may have one term per label."""
-        terms_per_row = num_terms // max(1, len(self.example_indices))
-        return self.example_indices.repeat_interleave(terms_per_row)
+    def score(
+        self, predicted: Distribution
+    ) -> tuple[Float[Tensor, "examples columns"], Float[Tensor, " examples"]]:
+        """Sum and count the terms of each example; the counts are the same for every predictive."""
+        terms = self.rule(predicted, self.targets)
+        # A row has several terms if each of its labels is one.
+        terms_per_row = len(terms) // max(1, len(self.example_indices))
+        examples = self.example_indices.repeat_interleave(terms_per_row)
+        sums = terms.new_zeros(self.num_examples, terms.shape[1]).index_add_(0, examples, terms)
+        counts = examples.bincount(minlength=self.num_examples).double()
+        return sums, counts
 
 
 def evaluate_grid(
@@ -305,9 +301,9 @@ def evaluate_grid(
         ValueError: If the data is empty, or if all of its targets are ignored. If a batch has no
             predictive at any prior precision, the error of the predictive is raised.
     """
-    rule = SCORING_RULES[metric]
+    check = partial(ScoredTargets.check, likelihood, SCORING_RULES[metric], class_dim)
     sums_by_point, counts = _scores_of_examples(
-        predict, data, likelihood, rule, prior_precisions, links, network_links, class_dim
+        predict, data, check, prior_precisions, links, network_links
     )
     network = None
     if network_links:
@@ -341,9 +337,8 @@ def evaluate_grid_with_noise(
     Raises:
         ValueError: If the residuals are zero. Also raises the errors of `evaluate_grid`.
     """
-    statistics, counts = _scores_of_examples(
-        predict, data, likelihood, _noise_terms, gammas, [], [], class_dim
-    )
+    check = partial(ScoredTargets.check, likelihood, _noise_terms, class_dim)
+    statistics, counts = _scores_of_examples(predict, data, check, gammas)
     sums, factors = _with_best_noise(_stack_points(statistics))
     deltas = [gamma / factor**2 for gamma, factor in zip(gammas, factors.tolist(), strict=True)]
     return GridMetrics(
@@ -354,45 +349,55 @@ def evaluate_grid_with_noise(
 def _scores_of_examples(
     predict: PredictGrid,
     data: Iterable[Batch],
-    likelihood: Likelihood,
-    rule: ScoringRule,
+    check: Callable[[Distribution, Tensor], ScoredTargets],
     prior_precisions: Sequence[float],
-    links: Sequence[Link],
-    network_links: Sequence[Link],
-    class_dim: int | None,
+    links: Sequence[Link] = (),
+    network_links: Sequence[Link] = (),
 ) -> tuple[list[Float[Tensor, "examples _"]], Float[Tensor, " examples"]]:
     """Sum and count the terms of each example at every prior precision, and then of the network.
 
     Examples without terms are left out. The sums are infinite where a batch has no predictive.
     """
     grid = torch.tensor(prior_precisions, dtype=torch.float64)
-    network = len(prior_precisions)
-    num_points = network + (1 if network_links else 0)
     batches = []
     for batch in data:
-        scored = None
-        columns = dict[int, list[Tensor]]()
-        errors = dict[int, ValueError]()
-        for point, predicted in predict(batch.inputs, grid, links, network_links):
-            if isinstance(predicted, ValueError):
-                errors[point] = predicted
-                continue
-            if scored is None:
-                # The check gives the same result for every link and prior precision, so it is made
-                # once.
-                scored = ScoredTargets.check(likelihood, predicted, batch.targets, rule, class_dim)
-            terms = scored.terms(predicted)
-            columns.setdefault(point, []).append(scored.sums(terms))
-        if network in errors or errors.keys() >= set(range(network)):
-            raise errors[max(errors)]
-        assert scored is not None
-        counts = scored.counts(len(terms))
-        computed = {p: torch.cat(sums, 1) for p, sums in columns.items() if p not in errors}
-        infinite = torch.full_like(next(iter(computed.values())), math.inf)
-        sums_of_batch = [computed.get(point, infinite) for point in range(num_points)]
-        batches.append([values[counts > 0] for values in (counts, *sums_of_batch)])
+        predictives = predict(batch.inputs, grid, links, network_links)
+        sums_by_point, counts = _scores_of_batch(
+            predictives, batch.targets, check, len(grid), has_network=len(network_links) > 0
+        )
+        batches.append([values[counts > 0] for values in (counts, *sums_by_point)])
     counts, *sums_by_point = concatenate_batches(batches, "tune on")
     return sums_by_point, counts
+
+
+def _scores_of_batch(
+    predictives: Iterable[tuple[int, Distribution | ValueError]],
+    y: Tensor,
+    check: Callable[[Distribution, Tensor], ScoredTargets],
+    grid_size: int,
+    *,
+    has_network: bool,
+) -> tuple[list[Float[Tensor, "examples _"]], Float[Tensor, " examples"]]:
+    """Sum and count the terms of each example of a batch; see `_scores_of_examples`."""
+    targets = None
+    columns = dict[int, list[Tensor]]()
+    errors = dict[int, ValueError]()
+    for point, predicted in predictives:
+        if isinstance(predicted, ValueError):
+            errors[point] = predicted
+            continue
+        if targets is None:
+            # The check gives the same result for every predictive, so it is made once.
+            targets = check(predicted, y)
+        sums, counts = targets.score(predicted)
+        columns.setdefault(point, []).append(sums)
+    network = grid_size
+    if network in errors or errors.keys() >= set(range(grid_size)):
+        raise errors[max(errors)]
+    computed = {p: torch.cat(sums, 1) for p, sums in columns.items() if p not in errors}
+    infinite = torch.full_like(next(iter(computed.values())), math.inf)
+    num_points = grid_size + 1 if has_network else grid_size
+    return [computed.get(point, infinite) for point in range(num_points)], counts
 
 
 def _stack_points(

@@ -32,7 +32,6 @@ from laplace_debias.laplace.tuning.grid_metrics import (
     SCORING_RULES,
     GridMetrics,
     ScoredTargets,
-    Setting,
 )
 
 # The number of outputs, over all examples, that are evaluated together.
@@ -112,8 +111,8 @@ class LastLayerBatch:
         (predicted,) = tempered_predictives(likelihood, inputs.mean, None, [Link("probit")])
         if isinstance(predicted, ValueError):
             raise predicted
-        targets = ScoredTargets.check(likelihood, predicted, y, SCORING_RULES[metric], class_dim)
-        counts = targets.counts(len(targets.terms(predicted)))
+        targets = ScoredTargets.check(likelihood, SCORING_RULES[metric], class_dim, predicted, y)
+        _, counts = targets.score(predicted)
         return cls(likelihood, inputs, targets, counts, squared_differences)
 
     def sums(
@@ -128,7 +127,8 @@ class LastLayerBatch:
             for predicted in self._predictives(prior_precision, links):
                 if isinstance(predicted, ValueError):
                     raise predicted
-                columns.append(self.targets.sums(self.targets.terms(predicted)))
+                sums, _ = self.targets.score(predicted)
+                columns.append(sums)
         except ValueError:
             columns = [self.counts.new_full((len(self.counts), len(links)), math.inf)]
         return torch.cat(columns, 1)[self.counts > 0]
@@ -186,9 +186,10 @@ class TemperatureSearch:
         counts = [[batch.counts[batch.counts > 0]] for batch in batches]
         (self._counts,) = concatenate_batches(counts, "tune on")
         # For each setting, the sums of the metric over the terms of each example, and its mean over
-        # all terms.
-        self._sums = dict[Setting, Float[Tensor, " examples"]]()
-        self._values = dict[Setting, float]()
+        # all terms; NaN for settings that have not been evaluated.
+        shape = len(prior_precisions), len(links)
+        self._sums = self._counts.new_full((*shape, len(self._counts)), math.nan)
+        self._values = torch.full(shape, math.nan, dtype=torch.float64)
         network_sums = self._sums_of_links(math.inf, network_links).T.unsqueeze(0)
         self._network = GridMetrics([math.inf], network_links, network_sums, self._counts)
 
@@ -208,25 +209,19 @@ class TemperatureSearch:
 
     def evaluate(self, point: int, links: Iterable[int]) -> None:
         """Compute the metric of links at a prior precision unless it has been computed before."""
-        missing = [index for index in sorted(links) if Setting(point, index) not in self._sums]
+        missing = [index for index in sorted(links) if self._values[point, index].isnan()]
         if not missing:
             return
         links_used = [self._links[index] for index in missing]
         sums = self._sums_of_links(self._prior_precisions[point], links_used)
-        values = (sums.sum(0) / self._counts.sum()).nan_to_num(math.inf, math.inf).tolist()
-        for column, index in enumerate(missing):
-            setting = Setting(point, index)
-            self._sums[setting] = sums[:, column]
-            self._values[setting] = values[column]
+        self._sums[point, missing] = sums.T
+        means = sums.sum(0) / self._counts.sum()
+        self._values[point, missing] = means.nan_to_num(math.inf, math.inf).cpu()
 
     def table(self) -> GridMetrics:
         """Return the metric at the settings that were evaluated."""
-        shape = (len(self._prior_precisions), len(self._links), len(self._counts))
-        sums = self._counts.new_full(shape, math.nan)
-        for setting, setting_sums in self._sums.items():
-            sums[setting] = setting_sums
         return GridMetrics(
-            self._prior_precisions, self._links, sums, self._counts, network=self._network
+            self._prior_precisions, self._links, self._sums, self._counts, network=self._network
         )
 
     def _sums_of_links(
@@ -254,7 +249,7 @@ class TemperatureSearch:
         untempered = [index for index in indices if self._temperature(index) == 1]
         self.evaluate(point, {*untempered, *_with_neighbours(indices, start)})
         lowest = self._lowest(point, indices)
-        if self._values[Setting(point, lowest)] == math.inf:
+        if self._values[point, lowest] == math.inf:
             return start
         previous = None
         while lowest != previous:
@@ -265,8 +260,8 @@ class TemperatureSearch:
 
     def _lowest(self, point: int, indices: list[int]) -> int:
         """Return the index with the lowest metric among those evaluated at a prior precision."""
-        evaluated = [index for index in indices if Setting(point, index) in self._values]
-        return min(evaluated, key=lambda index: self._values[Setting(point, index)])
+        values = self._values[point, indices].nan_to_num(math.inf, math.inf)
+        return indices[int(values.argmin())]
 
     def _temperature(self, index: int) -> float:
         return self._links[index].temperature
