@@ -74,7 +74,8 @@ class _Verdict:
     def __init__(self, record: RunRecord, measurements: Measurements) -> None:
         self._record = record
         self._network = record.network.key
-        self._others = [method.key for method in record.methods[1:]]
+        # The first method is the network itself.
+        self._alternatives = [method.key for method in record.methods[1:]]
         self._labels = {method.key: f"“{method.label}”" for method in record.methods}
         self._labels[self._network] = "the network"
         self._has_numbers = record.has_numbers
@@ -94,18 +95,41 @@ class _Verdict:
 
     # ------------------------------------------------------------------------- the metrics
 
-    def _metric(self, metric: str, method: str | None = None, set_name: str = "test") -> MetricRow:
-        """Return a metric of a method; the default is the network."""
-        return self._rows[method or self._network, metric, set_name, None]
+    def _find_metric(
+        self,
+        metric: str,
+        method: str | None = None,
+        set_name: str = "test",
+        score: str | None = None,
+    ) -> MetricRow | None:
+        """Return a metric of a method (by default, of the network), or None if it is missing."""
+        return self._rows.get((method or self._network, metric, set_name, score))
+
+    def _metric(
+        self,
+        metric: str,
+        method: str | None = None,
+        set_name: str = "test",
+        score: str | None = None,
+    ) -> MetricRow:
+        """Return a metric that was measured; see `_find_metric`."""
+        row = self._find_metric(metric, method, set_name, score)
+        assert row is not None
+        return row
 
     def _difference(
-        self, method: str, reference: str, metric: str, set_name: str = "test"
+        self,
+        method: str,
+        reference: str,
+        metric: str,
+        set_name: str = "test",
+        score: str | None = None,
     ) -> DifferenceRow:
         """Return a method's metric minus a reference method's, on the examples of both."""
-        row = self._differences.get((method, reference, metric, set_name, None))
+        row = self._differences.get((method, reference, metric, set_name, score))
         if row is not None:
             return row
-        row = self._differences[reference, method, metric, set_name, None]
+        row = self._differences[reference, method, metric, set_name, score]
         return dataclasses.replace(
             row,
             method=method,
@@ -204,7 +228,7 @@ class _Verdict:
         reasons = _join_with_and(doubts)
         return (
             f"First check {causes}, because the network does not fit these data as a trained "
-            f"network does. {reasons[:1].upper()}{reasons[1:]}. Until this is resolved, the "
+            f"network does. {_capitalised(reasons)}. Until this is resolved, the "
             "results below mean little."
         )
 
@@ -259,14 +283,14 @@ class _Verdict:
 
     def _on_coverage(self) -> str:
         """Describe how many targets lie in the intervals, or return "" if this was not measured."""
-        coverage = self._rows.get((self._network, "coverage", "test", None))
+        coverage = self._find_metric("coverage")
         if coverage is None:
             return ""
         return f"95 % intervals contain {100 * coverage.value:.1f} % of the targets"
 
     def _on_width(self) -> str:
         """Describe how well the standard deviations match the errors; return "" if any is zero."""
-        scaled_error = self._rows.get((self._network, "scaled_error", "test", None))
+        scaled_error = self._find_metric("scaled_error")
         if scaled_error is None:
             return ""
         ratio = f"{brief(scaled_error.value)} standard deviations"
@@ -287,7 +311,7 @@ class _Verdict:
     @cached_property
     def best_method(self) -> str | None:
         """The method to use, or None if no method is better than the network."""
-        remedies = [key for key in self._others if self._is_better(key, self._network)]
+        remedies = [key for key in self._alternatives if self._is_better(key, self._network)]
         # Choose the first method that no other method improves on, because simple methods come
         # first.
         unbeaten = [
@@ -299,7 +323,7 @@ class _Verdict:
 
     def remedy(self) -> list[str]:
         """Describe the best method, and how the other methods compare with it."""
-        if not self._others:
+        if not self._alternatives:
             return ["Only the network was evaluated. Add a method to compare it with."]
         best = self.best_method
         if best is None:
@@ -308,11 +332,13 @@ class _Verdict:
                 f"{_names(self._criteria)} together. Keep the network as it is, or use more test "
                 "examples."
             )
-            return [advice, *self._on_others(self._network)]
+            return [advice, *self._on_alternatives(self._network)]
         better, _ = self._significant(best, self._network)
         num_examples = next(iter(better.values())).num_examples
-        unchanged = _names([metric for metric in self._criteria if metric not in better])
-        unchanged = f" (no significant change: {unchanged})" if unchanged else ""
+        unchanged = ""
+        if len(better) < len(self._criteria):
+            names = _names([metric for metric in self._criteria if metric not in better])
+            unchanged = f" (no significant change: {names})"
         confidence = ""
         if not self._has_numbers:
             confidence = f" It is {_confidence(self._metric('overconfidence', best))}."
@@ -320,13 +346,13 @@ class _Verdict:
             f"Use {self._labels[best]}. On the same {self._inputs(num_examples)}, it "
             f"lowers {_amounts(better)}{unchanged}.{confidence}"
         )
-        return [advice, *self._on_others(best)]
+        return [advice, *self._on_alternatives(best)]
 
-    def _on_others(self, reference: str) -> list[str]:
+    def _on_alternatives(self, reference: str) -> list[str]:
         """Compare the methods that are not recommended with the recommended method."""
         worse = []
         equal = []
-        for key in self._others:
+        for key in self._alternatives:
             if key == reference:
                 continue
             gains, losses = self._significant(key, reference)
@@ -352,7 +378,9 @@ class _Verdict:
             return ""
         gap_of_network = self._metric("overconfidence")
         gap = self._metric("overconfidence", key)
-        return f" and is {_confidence(gap)}" if gap_of_network.sign() * gap.sign() < 0 else ""
+        if gap_of_network.sign() * gap.sign() < 0:
+            return f" and is {_confidence(gap)}"
+        return ""
 
     # ------------------------------------------------------- inputs that differ from the test set
 
@@ -362,26 +390,25 @@ class _Verdict:
         if not shifts:
             return []
         hardest = shifts[-1]
-        calibration = "scaled_error" if self._has_numbers else "overconfidence"
-        if (self._network, calibration, hardest.name, None) not in self._rows:
+        metric = "scaled_error" if self._has_numbers else "overconfidence"
+        row = self._find_metric(metric, set_name=hardest.name)
+        if row is None:
             return []
-        gap = self._metric(calibration, set_name=hardest.name)
         sentence = f"On shifted inputs of severity {hardest.severity}, the network"
         if self._has_numbers:
-            sentence += f"'s errors are {_with_interval(gap)} times its standard deviations"
+            sentence += f"'s errors are {_with_interval(row)} times its standard deviations"
         else:
             accuracy = 100 * self._metric("accuracy", set_name=hardest.name).value
-            sentence += f" has an accuracy of {accuracy:.1f} % and is {_confidence(gap)}"
+            sentence += f" has an accuracy of {accuracy:.1f} % and is {_confidence(row)}"
         if best_method is None:
             return [f"{sentence}."]
-        row = self._difference(best_method, self._network, calibration, hardest.name)
         label = self._labels[best_method]
-        sign = self._sign(row)
+        change = self._difference(best_method, self._network, metric, hardest.name)
+        sign = self._sign(change)
         if not sign:
             return [f"{sentence}. For {label}, this is not significantly different."]
         verb = "lowers" if sign < 0 else "raises"
-        label = f"{label[:1].upper()}{label[1:]}"
-        return [f"{sentence}. {label} {verb} {_amounts({calibration: row})}."]
+        return [f"{sentence}. {_capitalised(label)} {verb} {_amounts({metric: change})}."]
 
     def on_ood_sets(self) -> list[str]:
         """Describe how well the OOD sets are detected, and by which score.
@@ -389,28 +416,36 @@ class _Verdict:
         A score is not recommended for a set if the interval of its AUROC on this set includes 0.5
         or less.
         """
-        sentences = {}
-        small = []
+        sentences_by_set = {}
+        sentences_on_small_sets = []
         for ood_set in self._record.sets_of("ood"):
             if _are_too_few(ood_set.num_examples):
                 inputs = self._inputs(ood_set.num_examples)
-                small.append(f"“{ood_set.name}” has only {inputs}, too few for a conclusion.")
+                sentences_on_small_sets.append(
+                    f"“{ood_set.name}” has only {inputs}, too few for a conclusion."
+                )
                 continue
             sentence = self._on_ood_set(ood_set.name)
             if sentence:
-                sentences[ood_set.name] = sentence
-        verdict = [*sentences.values(), *small]
+                sentences_by_set[ood_set.name] = sentence
+        sentences = [
+            *self._advice_on_score(list(sentences_by_set)),
+            *sentences_by_set.values(),
+            *sentences_on_small_sets,
+        ]
+        return [" ".join(sentences)] if sentences else []
+
+    def _advice_on_score(self, set_names: Sequence[str]) -> list[str]:
+        """Name the score to use for the sets that it detects, if there are any."""
         recommended = self._recommended
-        detected = [name for name in sentences if not self._is_missed(name)]
-        if recommended is not None and detected:
-            score = self._named_score(recommended.score, recommended.method)
-            inputs = "out-of-distribution inputs"
-            if len(detected) < len(sentences):
-                inputs = (
-                    f"inputs like those of {_join_with_and([f'“{name}”' for name in detected])}"
-                )
-            verdict.insert(0, f"To detect {inputs}, use {score}.")
-        return [" ".join(verdict)] if verdict else []
+        detected = [f"“{name}”" for name in set_names if not self._is_missed(name)]
+        if recommended is None or not detected:
+            return []
+        inputs = "out-of-distribution inputs"
+        if len(detected) < len(set_names):
+            inputs = f"inputs like those of {_join_with_and(detected)}"
+        score = self._named_score(recommended.score, recommended.method)
+        return [f"To detect {inputs}, use {score}."]
 
     def _named_score(self, score: str | None, method: str) -> str:
         name = SCORE_LABELS[score or ""]
@@ -425,7 +460,7 @@ class _Verdict:
         return self._auroc(self._recommended, set_name).lower <= 0.5
 
     def _auroc(self, recommended: Recommendation, set_name: str) -> MetricRow:
-        return self._rows[recommended.method, "auroc", set_name, recommended.score]
+        return self._metric("auroc", recommended.method, set_name, recommended.score)
 
     def _on_ood_set(self, set_name: str) -> str:
         """Describe how well one set is detected, or return "" if that was not measured."""
@@ -438,14 +473,14 @@ class _Verdict:
         score = self._named_score(reference.score, reference.method)
         separates = "separates" if reference.lower > 0.5 else "does not separate"
         sentence = (
-            f"{score[:1].upper()}{score[1:]} {separates} “{set_name}” from test "
+            f"{_capitalised(score)} {separates} “{set_name}” from test "
             f"{self._record.input_name}s, with an AUROC of {_with_interval(reference)}."
         )
         if recommended is None or _is_score_of(recommended, reference):
             return sentence
-        change = self._differences[
+        change = self._difference(
             recommended.method, reference.method, "auroc", set_name, recommended.score
-        ]
+        )
         comparison = (
             f"On the same {self._inputs(change.num_examples)}, the AUROC of the recommended score"
         )
@@ -458,9 +493,14 @@ class _Verdict:
 
     def _reference_auroc(self, set_name: str) -> MetricRow | None:
         """Return the reference AUROC: of the network's entropy or, for numbers, of a variance."""
-        scores = [("entropy", self._network), *(("variance", key) for key in self._others)]
-        rows = (self._rows.get((method, "auroc", set_name, score)) for score, method in scores)
-        return next((row for row in rows if row is not None), None)
+        row = self._find_metric("auroc", self._network, set_name, "entropy")
+        if row is not None:
+            return row
+        for method in self._alternatives:
+            row = self._find_metric("auroc", method, set_name, "variance")
+            if row is not None:
+                return row
+        return None
 
     def _on_missed_set(
         self, set_name: str, recommended: Recommendation, reference: MetricRow
@@ -525,6 +565,10 @@ def _join_with_and(texts: Sequence[str]) -> str:
     if len(texts) < 2:
         return "".join(texts)
     return f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def _capitalised(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _with_interval(row: MetricValue) -> str:

@@ -222,23 +222,27 @@ def chosen_methods(
                 "different name."
             )
         limit = None if choice.params == "last_layer" else examples
-        methods.append(method_of(key, f"Laplace, {key}", choice, limit))
+        methods.append(posterior_method(key, f"Laplace, {key}", choice, limit))
     return tuple(methods)
 
 
-def method_of(
+def posterior_method(
     key: str, label: str, posterior: PosteriorChoice | Path, examples: int | None
 ) -> Method:
     """Make a method that uses a posterior."""
-    text = "The posterior as it was saved in a file."
-    if isinstance(posterior, PosteriorChoice):
-        number = posterior.fit_examples
-        limit = "" if number is None else f" (at most {number:,} examples)"
-        text = (
+    if isinstance(posterior, Path):
+        description = "The posterior as it was saved in a file."
+    else:
+        limit = ""
+        if posterior.fit_examples is not None:
+            limit = f" (at most {posterior.fit_examples:,} examples)"
+        description = (
             f"A Laplace approximation ({posterior.curvature}) over the parameters "
             f"{posterior.params!r}, mode {posterior.mode!r}{limit}."
         )
-    return Method(key=key, label=label, describes=text, posterior=posterior, examples=examples)
+    return Method(
+        key=key, label=label, describes=description, posterior=posterior, examples=examples
+    )
 
 
 def check_methods(methods: Sequence[Method], loaded: "Loaded") -> None:

@@ -1,6 +1,7 @@
 """Test examples that are worth looking at: uncertain predictions and confident mistakes."""
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,15 +31,16 @@ def write_examples(
     batches = selected_batches(loaded.model, loaded.test, positions)
     rows = [row for batch in batches for row in tensors_of(batch.inputs)[0].cpu()]
     inputs = dict(zip(indices, rows, strict=True))
-    for record in records:
-        x = inputs[record.index]
-        if loaded.picture is None:
-            record.inputs = x.flatten()[:_MOST_NUMBERS].tolist()
-        if loaded.row is not None:
-            record.columns = dict(list(loaded.row(x).items())[:_MOST_NUMBERS])
     if loaded.picture is not None:
         for index, x in inputs.items():
             folder.write_example_image(index, loaded.picture(x).cpu().numpy())
+    else:
+        for record in records:
+            record.inputs = inputs[record.index].flatten()[:_MOST_NUMBERS].tolist()
+    if loaded.row is not None:
+        for record in records:
+            columns = loaded.row(inputs[record.index])
+            record.columns = dict(islice(columns.items(), _MOST_NUMBERS))
     folder.write_examples(groups)
 
 

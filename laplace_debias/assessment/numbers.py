@@ -55,23 +55,31 @@ def describe_predictive(
     """
     predictive = single_targets(predictive)
     mean = predictive.mean.double().cpu()
-    ends = None
+    if epistemic is None:
+        epistemic = torch.zeros_like(mean)
+    lower = None
+    upper = None
     log_prob = None
-    levels = None
+    interval_level = None
+    # For a normal predictive, these follow from the mean and the standard deviation.
     if not isinstance(predictive, Normal | MultivariateNormal):
         ends = interval_ends(predictive, LEVEL)
+        if ends is not None:
+            lower, upper = (end.double().cpu() for end in ends)
         if targets is not None:
             targets = targets.reshape(mean.shape).to(predictive.mean)
             log_prob = predictive.log_prob(targets).double().cpu().reshape(len(targets), -1).sum(1)
-            levels = interval_levels(predictive, targets)
+            interval_level = interval_levels(predictive, targets)
+            if interval_level is not None:
+                interval_level = interval_level.cpu()
     return NumberPredictions(
         mean=mean,
         standard_deviation=predictive.variance.double().cpu().sqrt(),
-        lower=None if ends is None else ends[0].double().cpu(),
-        upper=None if ends is None else ends[1].double().cpu(),
+        lower=lower,
+        upper=upper,
         log_prob=log_prob,
-        interval_level=None if levels is None else levels.cpu(),
-        epistemic=torch.zeros_like(mean) if epistemic is None else epistemic,
+        interval_level=interval_level,
+        epistemic=epistemic,
     )
 
 

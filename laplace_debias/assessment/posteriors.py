@@ -134,10 +134,11 @@ def thin_posterior(la: Laplace, choice: PosteriorChoice | Path, loaded: Loaded) 
     Returns:
         Notes for the reader.
     """
-    if isinstance(choice, Path) or choice.params == "last_layer":
+    if isinstance(choice, Path) or choice.params == "last_layer" or loaded.validation is None:
         return ()
-    if not STRUCTURES[choice.curvature].has_factors or loaded.validation is None:
+    if not STRUCTURES[choice.curvature].has_factors:
         return ()
+    # All processes must thin with the same inputs, so each of them reads these inputs itself.
     with alone():
         positions = torch.arange(_THINNING_EXAMPLES)
         batches = selected_batches(loaded.model, loaded.validation, positions)

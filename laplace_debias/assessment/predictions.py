@@ -188,7 +188,8 @@ class NumberPredictions(Predictions):
         means = torch.stack([member.mean for member in members])
         variance_of_means = means.var(0, unbiased=False)
 
-        def deviation(deviations: list[Tensor]) -> Tensor:
+        def deviation_of_mixture(deviations: list[Tensor]) -> Tensor:
+            # A mixture's variance is the mean of the variances plus the variance of the means.
             return (torch.stack(deviations).square().mean(0) + variance_of_means).sqrt()
 
         log_prob = None
@@ -197,17 +198,19 @@ class NumberPredictions(Predictions):
             log_prob = torch.stack(log_probs).logsumexp(0) - math.log(len(log_probs))
         return cls(
             mean=means.mean(0),
-            standard_deviation=deviation([member.standard_deviation for member in members]),
+            standard_deviation=deviation_of_mixture(
+                [member.standard_deviation for member in members]
+            ),
             lower=None,
             upper=None,
             log_prob=log_prob,
             interval_level=None,
-            epistemic=deviation([member.epistemic for member in members]),
+            epistemic=deviation_of_mixture([member.epistemic for member in members]),
         )
 
     def columns(self, likelihood: Likelihood, targets: Tensor | None) -> dict[str, Tensor]:
         """Return the columns of a table of predictions, after the index."""
-        columns = {name: part for name, part in vars(self).items() if part is not None}
+        columns = {name: values for name, values in vars(self).items() if values is not None}
         if targets is not None:
             columns = {"target": targets.double().reshape(self.mean.shape), **columns}
         return {name: _squeeze_single_column(column) for name, column in columns.items()}
@@ -265,12 +268,12 @@ def labels_like(
     return targets.long().reshape(shape)
 
 
-def _concatenate(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Concatenate one part of all batches, or return None if the batches lack this part."""
-    tensors = [part for part in parts if part is not None]
+def _concatenate(columns: Sequence[Tensor | None]) -> Tensor | None:
+    """Concatenate a column of all batches, or return None if the batches lack this column."""
+    tensors = [column for column in columns if column is not None]
     if not tensors:
         return None
-    assert len(tensors) == len(parts)
+    assert len(tensors) == len(columns)
     return torch.cat(tensors)
 
 

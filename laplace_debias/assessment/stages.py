@@ -195,23 +195,27 @@ def _validation_batches(run: Run, method: Method, loaded: Loaded) -> Batches | N
 
 def _choose_examples(run: Run, la: Laplace, method: Method) -> None:
     """Choose how many examples to predict unless this is set, and print the expected time."""
-    passes = 0 if isinstance(method.posterior, Path) else _PASSES_OF_TUNING
-    sets = [*run.sets.values(), *([run.loaded.validation] * passes)]
+    sets = list(run.sets.values())
+    is_last_layer = False
+    if isinstance(method.posterior, PosteriorChoice):
+        # A fitted posterior is also tuned on the validation examples; a file is not.
+        sets += [run.loaded.validation] * _PASSES_OF_TUNING
+        is_last_layer = method.posterior.params == "last_layer"
     sizes = [size_of(batches) for batches in sets if batches is not None]
     own_seconds = seconds_per_example(la, run.loaded) / process_group().size
     seconds = process_group().from_rank(own_seconds, 0)
     examples = method.examples
-    if examples is None and getattr(method.posterior, "params", "all") != "last_layer":
+    if examples is None and not is_last_layer:
         examples = affordable_examples(sizes, AFFORDED_SECONDS / seconds)
     run.method_record(method).examples = examples
     num_chosen = num_predictions(sizes, examples or math.inf)
-    num_all = sum(sizes)
     if ANNOUNCED_SECONDS <= seconds * num_chosen < math.inf:
         run.log(
             f"{method.label}: tuning and predicting ({num_chosen:,} predictions) will take about "
             f"{duration(seconds * num_chosen)}. To reduce the time, pass fewer --examples."
         )
     if examples != method.examples:
+        num_all = sum(sizes)
         time_of_all = ""
         if num_all < math.inf:
             time_of_all = f" All examples would take about {duration(seconds * num_all)}."

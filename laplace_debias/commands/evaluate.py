@@ -50,7 +50,7 @@ class Settings(SourceSettings):
 def run(settings: Settings) -> dict[str, Any]:
     """Compare the methods, and print the table and the conclusion."""
     from laplace_debias.assessment import assess
-    from laplace_debias.assessment.methods import NETWORK, TEMPERATURE, method_of
+    from laplace_debias.assessment.methods import NETWORK, TEMPERATURE, posterior_method
     from laplace_debias.commands.compared import identity_of, print_results, results_of
     from laplace_debias.sources import load
     from laplace_debias.system.ranks import process_group
@@ -62,7 +62,7 @@ def run(settings: Settings) -> dict[str, Any]:
     if loaded.validation is not None and loaded.likelihood.activation is not None:
         methods.append(TEMPERATURE)
     for key, path in _keys(settings.posterior).items():
-        methods.append(method_of(key, path.stem, path, settings.examples))
+        methods.append(posterior_method(key, path.stem, path, settings.examples))
     with tempfile.TemporaryDirectory(prefix="laplace-debias-") as own_folder:
         shared_folder = Path(process_group().from_rank(own_folder, 0))
         if not shared_folder.is_dir():

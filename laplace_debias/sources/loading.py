@@ -183,7 +183,7 @@ def _likelihood(
 ) -> Likelihood:
     """Return the likelihood of the outputs, after checking that they fit the data."""
     likelihood = chosen or splits.likelihood
-    if not isinstance(batch, Sequence) or len(batch) != 2 or not isinstance(batch[0], Tensor):
+    if _input_shape(batch) is None:
         # `Laplace` reads and checks batches in other forms, such as a collator's dictionaries.
         if likelihood is None:
             raise ValueError("The task cannot be inferred. Pass --task.")
@@ -192,27 +192,17 @@ def _likelihood(
     outputs = _outputs(model, x[:2])
     if likelihood is None:
         likelihood = likelihood_of_batch(y, outputs)
-    if outputs is None or outputs.ndim < 2:
+    num_targets = splits.num_targets
+    if outputs is None or outputs.ndim < 2 or num_targets is None:
         return likelihood
     num_outputs = outputs.shape[1]
-    num_targets = splits.num_targets
-    if num_targets is None:
-        return likelihood
-    is_classification = chosen is None and isinstance(likelihood, Categorical)
-    if is_classification and num_targets == 2 and num_outputs == 1:
+    infers_classes = chosen is None and isinstance(likelihood, Categorical)
+    if infers_classes and num_targets == 2 and num_outputs == 1:
         # Two classes and a single logit.
         return Bernoulli()
     expected = likelihood.num_outputs(num_targets)
     if expected is not None and outputs.ndim == 2 and num_outputs != expected:
-        advice = ""
-        if is_classification and num_outputs == 1:
-            advice = (
-                " If the targets are numbers or counts, pass --task=regression or --task=poisson. "
-                "If they are ordered classes, pass the import path of an instance of `Ordinal` as "
-                "--task."
-            )
-        elif likelihood.has_sigma and num_outputs == 2 * num_targets:
-            advice = " If the outputs are means and log-variances, pass --task=heteroscedastic."
+        advice = _advice_on_task(likelihood, infers_classes, num_outputs, num_targets)
         raise ValueError(
             f"The network has {counted(num_outputs, 'output')}, but the task "
             f"{task_name(likelihood)} needs {expected} ({likelihood.outputs_meaning}) for this "
@@ -220,6 +210,21 @@ def _likelihood(
             f"outputs (--model_args.KEY=VALUE).{advice}"
         )
     return likelihood
+
+
+def _advice_on_task(
+    likelihood: Likelihood, infers_classes: bool, num_outputs: int, num_targets: int
+) -> str:
+    """Name the tasks that the network's outputs suit better, or return ""."""
+    if infers_classes and num_outputs == 1:
+        return (
+            " If the targets are numbers or counts, pass --task=regression or --task=poisson. "
+            "If they are ordered classes, pass the import path of an instance of `Ordinal` as "
+            "--task."
+        )
+    if likelihood.has_sigma and num_outputs == 2 * num_targets:
+        return " If the outputs are means and log-variances, pass --task=heteroscedastic."
+    return ""
 
 
 def _outputs(model: nn.Module, x: Tensor) -> Tensor | None:

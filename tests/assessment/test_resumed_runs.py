@@ -17,7 +17,7 @@ from user_files import every
 
 from laplace_debias import Laplace
 from laplace_debias.assessment import assess, assessing
-from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE, method_of
+from laplace_debias.assessment.methods import LAST_LAYER, NETWORK, TEMPERATURE, posterior_method
 from laplace_debias.curvature.fits import checkpoint, chunks
 from laplace_debias.curvature.fits.checkpoint import SavedPass
 from laplace_debias.runs import folder as run_folder
@@ -305,7 +305,7 @@ def test_a_posterior_in_a_file_is_compared_by_its_content(loaded, tmp_path):
     path = tmp_path / "posterior.safetensors"
     la = Laplace(loaded.model, params="last_layer").fit(loaded.train)
     la.save(path)
-    methods = (NETWORK, method_of("saved", "Saved", path, None))
+    methods = (NETWORK, posterior_method("saved", "Saved", path, None))
     folder = run(loaded, tmp_path / "run", methods=methods)
     la.prior_precision = 7.0
     la.save(path)
