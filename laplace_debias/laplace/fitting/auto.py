@@ -200,12 +200,12 @@ class Auto(Scheme):
         if self.after is None:
             batches = iter(data.stream)
             sampler, sums = ImportanceSampler.start(context, batches, self.forward_ratio)
-            return _Progress(
-                sampler, sums, clock=partial(_seconds_since, perf_counter(), context.ranks)
-            )
+            clock = partial(_seconds_since, perf_counter(), context.ranks)
+            return _Progress(sampler, sums, clock)
         earlier = _continuation(self.after)
         _check_same_fit(earlier.last_round.fitted, prepared)
         sampler = ImportanceSampler.after(earlier.sums, context, data.stream, self.forward_ratio)
+        # The seconds of the earlier fit count, as if this fit had started that much earlier.
         started = perf_counter() - self.after.seconds
         return _Progress(
             sampler,
@@ -313,11 +313,12 @@ def _report(last_round: Round, progress: _Progress, stop_reason: StopReason) -> 
     """Report the last round and the contribution of each block to its error."""
     fitted = last_round.fitted
     errors = errors_by_block(last_round, progress.sums.probes)
+    num_examples, _ = progress.rounds[-1]
     continuation = None
     if stop_reason is not StopReason.TOLERANCE:
         continuation = Continuation(progress.sums, last_round)
     return FitReport(
-        num_examples=progress.rounds[-1][0],
+        num_examples=num_examples,
         num_read=last_round.totals.num_examples,
         seconds=progress.clock(),
         ended_by=stop_reason,

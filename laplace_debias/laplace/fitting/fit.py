@@ -198,8 +198,10 @@ def _check_processes_agree(
     model_checksum = checksum(setup.spec.plain_model)
     ranks.require_same(model=model_checksum, blocks=parameters.block_names)
     if not size.is_shared:
-        mark = None if first is None else digest_of_examples(first.inputs, first.targets)
-        check_all_different(ranks.exchange(mark), "starts with the same batch")
+        digest = None
+        if first is not None:
+            digest = digest_of_examples(first.inputs, first.targets)
+        check_all_different(ranks.exchange(digest), "starts with the same batch")
 
 
 def _require_memory(context: FitContext, structure: CurvatureStructure) -> None:

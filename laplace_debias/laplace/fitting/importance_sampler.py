@@ -43,11 +43,11 @@ Factors = dict[Block, Factor]
 def inclusion_probabilities(
     curvatures: Float[Tensor, " batch"], mean: float, forward_ratio: int
 ) -> Float[Tensor, " batch"]:
-    """Compute the probabilities with which examples are drawn.
+    r"""Compute the probabilities with which examples are drawn, $(1 + c_n / \bar c) / (2r)$.
 
-    On average, one in `forward_ratio` examples is drawn. Half of the probability is proportional to
-    the curvature of the example. The other half is the same for all examples, so that no weight
-    exceeds twice the ratio.
+    On average, one in r = `forward_ratio` examples is drawn. Half of the probability is
+    proportional to the curvature $c_n$ of the example. The other half is the same for all examples,
+    so that no weight exceeds 2r.
     """
     relative = curvatures / mean if mean > 0 else torch.ones_like(curvatures)
     return ((1 + relative) / (2 * forward_ratio)).clamp_max(1)
@@ -240,9 +240,8 @@ class ImportanceSampler:
         own_probes: list[Inputs] = []
         remainders = []
         for batch, sizes in zip(first_batches, sizes_by_step, strict=True):
-            # The probes are taken from the processes in turn, beginning with rank 0.
-            num_missing_here = max(num_missing - sum(sizes[:rank]), 0)
-            num_own = min(num_missing_here, sizes[rank])
+            # The probes are the first examples of the step, in the order of the processes.
+            num_own = min(max(num_missing - sum(sizes[:rank]), 0), sizes[rank])
             num_missing -= min(num_missing, sum(sizes))
             if batch is None:
                 continue
@@ -361,52 +360,44 @@ class ImportanceSampler:
             The curvature of each example of all processes, in the order of the processes, and their
             totals.
         """
-        own_curvatures, own_nll, own_num_outputs = self._pass_own_forward(
-            batch, fold_indices, new_by_fold
-        )
-        by_rank = self._context.ranks.exchange((own_curvatures.tolist(), own_nll, own_num_outputs))
-        curvatures: list[float] = []
-        nll = 0.0
-        num_outputs = 0
-        for rank_curvatures, rank_nll, rank_num_outputs in by_rank:
-            curvatures += rank_curvatures
-            nll += rank_nll
-            num_outputs += rank_num_outputs
-        totals = DataTotals(len(curvatures), nll, num_outputs, len(curvatures))
-        return torch.tensor(curvatures, dtype=torch.float64), totals
+        own_curvatures, own_totals = self._pass_own_forward(batch, fold_indices, new_by_fold)
+        by_rank = self._context.ranks.exchange((own_curvatures.tolist(), own_totals))
+        curvatures_by_rank, totals_by_rank = zip(*by_rank, strict=True)
+        curvatures = list(chain.from_iterable(curvatures_by_rank))
+        return torch.tensor(curvatures, dtype=torch.float64), reduce(operator.add, totals_by_rank)
 
     def _pass_own_forward(
         self,
         batch: Batch | None,
         fold_indices: Int[Tensor, " batch"],
         new_by_fold: Sequence[_NewExamples],
-    ) -> tuple[Float[Tensor, " batch"], float, int]:
-        """Pass this process's batch forward, fold by fold.
+    ) -> tuple[Float[Tensor, " batch"], DataTotals]:
+        """Pass this process's batch forward, fold by fold, because each fold has its own sums of A.
 
         Returns:
-            The curvature of each example, the loss and the number of outputs.
+            The curvature of each example, and the totals of the batch.
         """
         curvatures = torch.zeros(len(fold_indices), dtype=torch.float64)
-        nll = 0.0
-        num_outputs = 0
+        totals = DataTotals()
         if batch is None:
-            return curvatures, nll, num_outputs
+            return curvatures, totals
         if batch.weights is not None:
             raise ValueError(
                 '`mode="auto"` does not support weights of examples. Remove them from the batches.'
             )
         for index, new in enumerate(new_by_fold):
             in_fold = (fold_indices == index).nonzero()[:, 0]
-            if len(in_fold):
-                new.totals.num_examples += len(in_fold)
-                new.totals.weight += len(in_fold)
-                examples = batch.take(in_fold)
-                outputs = self._forward(examples, new.inputs, new.totals)
-                fold_curvatures, loss = output_curvatures(self._context, outputs, examples.targets)
-                curvatures[in_fold] = fold_curvatures.cpu()
-                nll += float(loss)
-                num_outputs += outputs.numel()
-        return curvatures, nll, num_outputs
+            num_examples = len(in_fold)
+            if not num_examples:
+                continue
+            new.totals.num_examples += num_examples
+            new.totals.weight += num_examples
+            examples = batch.take(in_fold)
+            outputs = self._forward(examples, new.inputs, new.totals)
+            fold_curvatures, loss = output_curvatures(self._context, outputs, examples.targets)
+            curvatures[in_fold] = fold_curvatures.cpu()
+            totals += DataTotals(num_examples, float(loss), outputs.numel(), num_examples)
+        return curvatures, totals
 
     def _with_new_examples(
         self, fold: SampledFold, new: _NewExamples, num_drawn: int
@@ -419,20 +410,20 @@ class ImportanceSampler:
             num_drawn: The number of examples drawn earlier, in all folds.
         """
         context = self._context
-        gradients = fold.gradients
-        inputs = fold.inputs
-        totals = fold.totals
-        read = reduce(operator.add, context.ranks.exchange(new.totals.as_numbers()))
-        if read.num_examples:
-            totals = totals + read
-            inputs = _sum_of_both(inputs, sum_at_owners(context, new.inputs))
+        new_totals = reduce(operator.add, context.ranks.exchange(new.totals.as_numbers()))
+        if new_totals.num_examples:
+            new_A = sum_at_owners(context, new.inputs)
+            fold = replace(
+                fold, inputs=_sum_of_both(fold.inputs, new_A), totals=fold.totals + new_totals
+            )
         if new.num_drawn:
             # Random labels depend on the index among the drawn examples, so joining must preserve
             # it.
             drawn = new.joined_if_possible(context.cotangents.fisher.is_random)
             factors, _ = factor_sums(context, drawn, num_drawn)
-            gradients = _sum_of_both(gradients, {block: G for block, (G, _) in factors.items()})
-        return replace(fold, gradients=gradients, inputs=inputs, totals=totals)
+            new_G = {block: G for block, (G, _) in factors.items()}
+            fold = replace(fold, gradients=_sum_of_both(fold.gradients, new_G))
+        return fold
 
 
 def _first_batches(

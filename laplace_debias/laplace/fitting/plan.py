@@ -238,15 +238,22 @@ class _Reads:
     ) -> "_Reads":
         """Determine how a fit in this mode reads a loader."""
         fit_mode = MODES[mode]
-        # `"debiased"` reads one batch for the directions and one for the magnitudes, so each of its
-        # passes reads one batch.
-        num_batches: int | None = 1
-        if fit_mode.num_first_batches is None:
-            num_batches = len(loader) if isinstance(loader, Sized) else None
+        num_batches = None
+        if fit_mode.num_first_batches is not None:
+            # `"debiased"` reads one batch for the directions and one for the magnitudes, so each of
+            # its passes reads one batch.
+            num_batches = 1
+        elif isinstance(loader, Sized):
+            num_batches = len(loader)
         num_folds = 1
         if fit_mode.takes_folds:
             num_folds = folds or FOLDS
-        return cls(fit_mode.is_debiased, num_batches, num_folds, structure.reads_folds_together)
+        return cls(
+            is_debiased=fit_mode.is_debiased,
+            num_batches=num_batches,
+            num_folds=num_folds,
+            reads_folds_together=structure.reads_folds_together,
+        )
 
     @property
     def num_parts(self) -> int | None:
