@@ -159,23 +159,24 @@ def _print(spectrum: "Spectrum") -> None:
     pairs = spectrum.eigenpairs
     trace = spectrum.trace
     density = spectrum.density
-    values = pairs.values.tolist()
-    shown = [f"{value:.4g}" for value in values]
-    if len(shown) > _MOST_SHOWN:
-        shown[_MOST_SHOWN - 1 : -1] = ["…"]
-    print(f"Leading {counted(len(values), 'eigenvalue')}: {', '.join(shown)}")
+    texts = [f"{value:.4g}" for value in pairs.values.tolist()]
+    shown = texts
+    if len(texts) > _MOST_SHOWN:
+        shown = [*texts[: _MOST_SHOWN - 1], "…", texts[-1]]
+    print(f"Leading {counted(len(texts), 'eigenvalue')}: {', '.join(shown)}")
     print(
         f"  largest residual {float(pairs.residuals.max()):.2g}, "
         f"{counted(pairs.num_matvecs, 'product')}: {pairs.message}"
     )
     fraction = float(pairs.values.sum() / trace.value)
-    others = "all other eigenvalues are below the floor of the density"
-    if density is not None:
-        others = (
+    if density is None:
+        small = "all other eigenvalues are below the floor of the density"
+    else:
+        small = (
             f"of the other eigenvalues {density.null_fraction:.2%} are within ±{density.floor:.1g}"
         )
     print(
         f"Trace: {float(trace.value):.5g} ± {float(trace.standard_error):.2g} (standard error); "
-        f"the sum of the leading eigenvalues is {fraction:.1%} of it; {others}"
+        f"the sum of the leading eigenvalues is {fraction:.1%} of it; {small}"
     )
     print(f"Time: {spectrum.seconds:.0f} s")

@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +208,21 @@ def _num_data(loader: Any, mode: str) -> int | None:
 
 
 @dataclass(frozen=True)
+class EndOfTraining:
+    """The results of tuning and evaluating a posterior; empty if it was not tuned.
+
+    Attributes:
+        numbers: Numbers to log, by name.
+        report: The evaluation on the validation data, which were also used for tuning.
+        tuning: The result of the tuning.
+    """
+
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    report: Report | None = None
+    tuning: Tuning | None = None
+
+
+@dataclass(frozen=True)
 class PosteriorAtEnd:
     """The settings of a posterior that is fitted when training ends.
 
@@ -310,23 +325,15 @@ class PosteriorAtEnd:
                 raise repeated_held_out(fault)
 
     @_without_tf32()
-    def fit(
-        self, la: Laplace, train_loader: Any, validation_loader: Any
-    ) -> tuple[dict[str, float], Report | None, Tuning | None]:
-        """Fit, tune and evaluate a posterior.
-
-        Returns:
-            Numbers to log by name, the evaluation on the validation data, which were also used for
-            tuning, and the result of the tuning. Without tuning, there are no numbers, and the
-            other values are None.
-        """
+    def fit(self, la: Laplace, train_loader: Any, validation_loader: Any) -> EndOfTraining:
+        """Fit, tune and evaluate a posterior."""
         shared_loader = _shared_loader(train_loader)
         # If the sampler is weighted, the shared loader contains only its draws, not the whole data
         # set.
         sized_loader = train_loader if _is_weighted(train_loader) else shared_loader
         la.fit(shared_loader, mode=self.mode, num_data=_num_data(sized_loader, self.mode))
         if not self.tune:
-            return {}, None, None
+            return EndOfTraining()
         validation_loader = _shared_loader(validation_loader)
         network_report = la.evaluate(validation_loader, method="map", intervals=False)
         tuning = la.tune(validation_loader)
@@ -336,4 +343,4 @@ class PosteriorAtEnd:
         numbers["laplace_prior_precision"] = float(la.prior_precision)
         if tuning.link is not None:
             numbers["laplace_temperature"] = tuning.link.temperature
-        return numbers, report, tuning
+        return EndOfTraining(numbers, report, tuning)

@@ -100,18 +100,19 @@ class LaplaceCallback(Callback):
         """Fit, tune, log and save the posterior, after the last checkpoint has been written."""
         network = copy_in_eval_mode(self._network(pl_module))
         checkpoint = _best_checkpoint(trainer)
-        path = Path(trainer.default_root_dir) / "posterior.safetensors"
-        if checkpoint is not None:
-            network = _with_state(network, checkpoint, self._network_name, pl_module)
+        if checkpoint is None:
+            path = Path(trainer.default_root_dir) / "posterior.safetensors"
+        else:
             path = checkpoint.with_suffix(".posterior.safetensors")
+            network = _with_state(network, checkpoint, self._network_name, pl_module)
         validation_loader = _validation_loader(trainer) if self._settings.tune else None
         la = self._settings.unfitted(network)
-        numbers, _, tuning = self._settings.fit(la, _training_loader(trainer), validation_loader)
+        result = self._settings.fit(la, _training_loader(trainer), validation_loader)
         for logger in trainer.loggers:
-            logger.log_metrics(numbers, step=trainer.global_step)
+            logger.log_metrics(dict(result.numbers), step=trainer.global_step)
         # Set the attribute first, so that the posterior is not lost if saving fails.
         self.laplace = la
-        self.tuning = tuning
+        self.tuning = result.tuning
         path.parent.mkdir(parents=True, exist_ok=True)
         la.save(path)
         self.path = path

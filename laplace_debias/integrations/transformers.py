@@ -125,13 +125,13 @@ class LaplaceCallback(TrainerCallback):
         trainer = self._trainer
         la = self._unfitted_posterior()
         train_loader = trainer.get_train_dataloader()
-        numbers, report, tuning = self._settings.fit(la, train_loader, self._evaluation_loader())
-        trainer.log({f"eval_{name}": number for name, number in numbers.items()})
+        result = self._settings.fit(la, train_loader, self._evaluation_loader())
+        trainer.log({f"eval_{name}": number for name, number in result.numbers.items()})
         # Set the attributes before saving, because saving may fail after a long training.
         self.laplace = la
-        self.tuning = tuning
+        self.tuning = result.tuning
         folder = _checkpoint_folder(args, state)
-        la.save_pretrained(folder, evaluation=report)
+        la.save_pretrained(folder, evaluation=result.report)
         self.folder = folder
 
     def _evaluation_loader(self) -> Any:

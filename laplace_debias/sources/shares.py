@@ -40,17 +40,19 @@ def share(batches: Batches, model: nn.Module) -> Batches:
 def dealt(batches: Batches, read: BatchReader) -> Iterator[Batch]:
     """Read every n-th batch, where n is the number of processes; indices count all examples."""
     ranks = process_group()
-    source = cast(Any, batches)
     if isinstance(batches, Changed):
         for batch in dealt(batches.source, read):
             inputs, targets = batches.changed((batch.inputs, batch.targets), batch.first_index)
             yield replace(batch, inputs=inputs, targets=targets)
     elif ranks.size > 1 and _is_plain(batches):
-        indices = list(source.batch_sampler)
-        mine = range(ranks.rank, len(indices), ranks.size)
-        loader = with_batches(source, source.dataset, [indices[number] for number in mine])
-        for number, batch in zip(mine, loader, strict=True):
-            yield replace(read(batch), first_index=number * source.batch_size)
+        # Only this process's batches are loaded.
+        loader = cast(Any, batches)
+        indices_of_batches = list(loader.batch_sampler)
+        own_numbers = range(ranks.rank, len(indices_of_batches), ranks.size)
+        own_indices = [indices_of_batches[number] for number in own_numbers]
+        own_loader = with_batches(loader, loader.dataset, own_indices)
+        for number, batch in zip(own_numbers, own_loader, strict=True):
+            yield replace(read(batch), first_index=number * loader.batch_size)
     else:
         num_before = 0
         for number, batch in enumerate(map(read, batches)):

@@ -60,25 +60,23 @@ def _matrices(parts: BlockParts) -> dict[Block, list[Tensor]]:
     their products are computed only once.
     """
     matrices: dict[Block, list[Tensor]] = {}
-    # For each layer, the rows of G of its first block, and their products.
-    rows_by_layer: dict[str, Tensor] = {}
-    products_by_layer: dict[str, Tensor] = {}
+    # For each layer, the rows of G of its last block, and their product.
+    G_by_layer: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def multiplied(factor: Factor, layer: str) -> Tensor:
+        if not isinstance(factor, GramFactor):
+            return factor
+        if layer in G_by_layer:
+            rows, product = G_by_layer[layer]
+            if torch.equal(rows, factor.rows):
+                return product
+        return gram(factor.rows)
+
     for block, factors in parts.items():
-        matrices[block] = []
-        for index, factor in enumerate(factors):
-            if not isinstance(factor, GramFactor):
-                matrices[block].append(factor)
-                continue
-            rows = rows_by_layer.get(block.layer)
-            if rows is not None and torch.equal(rows, factor.rows):
-                matrices[block].append(products_by_layer[block.layer])
-                continue
-            product = gram(factor.rows)
-            matrices[block].append(product)
-            is_G = index == 0
-            if is_G:
-                rows_by_layer[block.layer] = factor.rows
-                products_by_layer[block.layer] = product
+        matrices[block] = [multiplied(factor, block.layer) for factor in factors]
+        G = factors[0]
+        if isinstance(G, GramFactor):
+            G_by_layer[block.layer] = G.rows, matrices[block][0]
     return matrices
 
 

@@ -42,7 +42,7 @@ class CovarianceAccumulator(ABC):
 
     @abstractmethod
     def _read_directions(self) -> None:
-        """Read the directions of each block from the posterior."""
+        """Read the directions of each block from the posterior, at the end of the constructor."""
 
     @property
     def kept_row_bytes(self) -> int:

@@ -91,12 +91,13 @@ class BlockwiseAccumulator(CovarianceAccumulator):
             operator = self._operators[index]
             deltas = self.prior_precisions[:, index]
             curvature = self.posterior.curvature_weight * operator.expanded_magnitudes
-            directions = self._directions[index]
-            products = self._single_products(record, *directions)
+            U_G, U_A = self._directions[index]
+            products = self._single_products(record, U_G, U_A)
             if products is not None:
-                add_single_products(into, *products, curvature, deltas, self._diagonal)
+                gradients, activations = products
+                add_single_products(into, gradients, activations, curvature, deltas, self._diagonal)
                 continue
-            for examples, J, columns in self._jacobians(record, *directions):
+            for examples, J, columns in self._jacobians(record, U_G, U_A):
                 column_curvature = values_of_columns(curvature, J, columns)
                 rows = J.flatten(2)
                 total = into[:, examples]
@@ -145,29 +146,37 @@ class BlockwiseAccumulator(CovarianceAccumulator):
     def _add_weighted(
         self, into: Float[Tensor, "batch columns *again"], records: Iterable[BlockRecord]
     ) -> None:
-        """Add the covariances, or variances, at a single prior precision."""
+        r"""Add $\sum_{ij} \hat J_{c,ij} w_{ij} \hat J_{k,ij}$ at a single prior precision.
+
+        The weights are $w_{ij} = 1 / (N\lambda_{ij} + \delta)$.
+        """
         for record in records:
             index = self._indices[record.block]
-            operator = self._operators[index]
-            if index not in self._weights:
-                precisions = self.posterior.curvature_weight * operator.expanded_magnitudes
-                precisions += self.prior_precisions[0, index]
-                self._weights[index] = precisions.reciprocal_()
-            block_weights = self._weights[index]
-            directions = self._directions[index]
-            products = self._single_products(record, *directions)
+            block_weights = self._weights_of_block(index)
+            U_G, U_A = self._directions[index]
+            products = self._single_products(record, U_G, U_A)
             if products is not None:
+                # Here, Ĵ_{c,ij} = ĝ_ci â_j, so the sum over j is the same for all outputs.
                 gradients, activations = products
                 weights = block_weights[: gradients.shape[-1], : activations.shape[-1]]
-                along = activations.square() @ weights.mT
-                add_outer_products(into, gradients, along, self._diagonal)
+                row_weights = activations.square() @ weights.mT
+                add_outer_products(into, gradients, row_weights, self._diagonal)
                 continue
-            for examples, J, columns in self._jacobians(record, *directions):
+            for examples, J, columns in self._jacobians(record, U_G, U_A):
                 weights = values_of_columns(block_weights, J, columns)
                 add_weighted_products(into[examples], J.flatten(2), weights, self._diagonal)
                 # Release the memory before the next Jacobians are computed.
                 del J
             del record
+
+    def _weights_of_block(self, index: int) -> Float[Tensor, "*groups d_out d_in"]:
+        """Compute 1/(N Λ + δ) of a block at the only prior precision, or reuse earlier weights."""
+        if index not in self._weights:
+            magnitudes = self._operators[index].expanded_magnitudes
+            precisions = self.posterior.curvature_weight * magnitudes
+            precisions += self.prior_precisions[0, index]
+            self._weights[index] = precisions.reciprocal_()
+        return self._weights[index]
 
 
 def values_of_columns(

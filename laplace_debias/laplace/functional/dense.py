@@ -56,14 +56,14 @@ class DenseAccumulator(CovarianceAccumulator):
         outputs: Int[Tensor, "#batch columns"] | None,
     ) -> None:
         """Add the covariances under the posterior that all outputs share; `outputs` is not used."""
-        gram, along = self._products(into, records)
-        self._add_products(into, gram, along, self.posterior.curvature.blocks[DENSE_BLOCK])
+        gram, coordinates = self._products(into, records)
+        self._add_products(into, gram, coordinates, self.posterior.curvature.blocks[DENSE_BLOCK])
 
     def _add_products(
         self,
         into: Float[Tensor, "grid batch columns *again"],
         gram: Float[Tensor, "batch columns *again"],
-        along: Float[Tensor, "batch columns k"],
+        coordinates: Float[Tensor, "batch columns k"],
         dense_block: CurvatureBlock,
     ) -> None:
         """Add the covariances under one dense block, computed from J Jᵀ and J U."""
@@ -74,13 +74,15 @@ class DenseAccumulator(CovarianceAccumulator):
             remainder = float(dense_block.diagonal)
             magnitudes = magnitudes + remainder
         if self._root is not None:
-            along = torch.linalg.solve_triangular(self._root.mT, along, upper=True, left=False)
+            coordinates = torch.linalg.solve_triangular(
+                self._root.mT, coordinates, upper=True, left=False
+            )
         if self._leaves_residual:
-            residual = self._residual_products(gram, along, dense_block.shape[0])
+            residual = self._residual_products(gram, coordinates, dense_block.shape[0])
         deltas = self.prior_precisions[:, 0].double()
         for point, delta in zip(into, deltas, strict=True):
             weights = 1 / (self.posterior.curvature_weight * magnitudes + delta)
-            total = self._product(along * weights, along)
+            total = self._product(coordinates * weights, coordinates)
             if residual is not None:
                 total = total + residual / (self.posterior.curvature_weight * remainder + delta)
             point += total.to(point)
@@ -88,22 +90,22 @@ class DenseAccumulator(CovarianceAccumulator):
     def _products(
         self, into: Float[Tensor, "grid batch columns *again"], records: Iterable[BlockRecord]
     ) -> tuple[Float[Tensor, "batch columns *again"], Float[Tensor, "batch columns k"]]:
-        """Compute J Jᵀ, or its diagonal, and J U in double precision."""
+        """Compute J Jᵀ, or its diagonal, and J U in double precision; `into` has their shapes."""
         gram = into.new_zeros(into.shape[1:], dtype=torch.float64)
-        along = gram.new_zeros(*into.shape[1:3], self._num_directions)
+        coordinates = gram.new_zeros(*into.shape[1:3], self._num_directions)
         for record in records:
             U = self._directions[record.block]
             for examples, rows in dense_jacobians(record, self._jacobians):
                 rows = rows.double()
                 gram[examples] += self._product(rows, rows)
-                along[examples] += rows @ U.double()
+                coordinates[examples] += rows @ U.double()
             # Release the memory before the rows of the next block are computed.
             del record, rows
-        return gram, along
+        return gram, coordinates
 
-    def _residual_products(self, gram: Tensor, along: Tensor, size: int) -> Tensor:
+    def _residual_products(self, gram: Tensor, coordinates: Tensor, size: int) -> Tensor:
         """Compute products of the components outside the directions, rounding errors set to 0."""
-        residual = gram - self._product(along, along)
+        residual = gram - self._product(coordinates, coordinates)
         squares = gram
         residual_squares = residual
         if not self._diagonal:
@@ -138,13 +140,13 @@ class KernelAccumulator(DenseAccumulator):
     def _products(
         self, into: Float[Tensor, "grid batch columns *again"], records: Iterable[BlockRecord]
     ) -> tuple[Float[Tensor, "batch columns *again"], Float[Tensor, "batch columns k"]]:
-        """Compute J Jᵀ, or its diagonal, and J U in double precision."""
+        """Compute J Jᵀ, or its diagonal, and J U in double precision; `into` has their shapes."""
         gram, rows_by_block = self._rows(into, records)
         directions = inducing_directions(self.posterior.curvature.blocks[DENSE_BLOCK])
         if not rows_by_block:
             return gram, gram.new_zeros(*into.shape[1:3], directions.shape[1])
-        along = directions.coordinates(rows_by_block)
-        return gram, along.view(*into.shape[1:3], along.shape[1])
+        coordinates = directions.coordinates(rows_by_block)
+        return gram, coordinates.view(*into.shape[1:3], coordinates.shape[1])
 
     def _rows(
         self, into: Float[Tensor, "grid batch columns *again"], records: Iterable[BlockRecord]
@@ -193,12 +195,12 @@ class IndependentAccumulator(KernelAccumulator):
             if not is_output.any():
                 continue
             output_rows = {name: rows[is_output.flatten()] for name, rows in rows_by_block.items()}
-            along = gram.new_zeros(*outputs.shape, directions.shape[1])
-            along[is_output] = directions.coordinates(output_rows)
+            coordinates = gram.new_zeros(*outputs.shape, directions.shape[1])
+            coordinates[is_output] = directions.coordinates(output_rows)
             is_pair = is_output
             if not self._diagonal:
                 is_pair = is_output.unsqueeze(-1) & is_output.unsqueeze(-2)
-            self._add_products(into, gram.where(is_pair, 0.0), along, block)
+            self._add_products(into, gram.where(is_pair, 0.0), coordinates, block)
 
 
 def orthonormaliser(posterior: GaussianPosterior) -> Float[Tensor, "k k"] | None:

@@ -313,23 +313,23 @@ class _OutputDifferentiation:
         forward_pass = chunk.forward_pass
         outputs = forward_pass.outputs
         indices = chunk.indices
-        num_points = len(accumulator.prior_precisions)
         num_outputs = outputs[0].numel() if indices is None else indices.shape[1]
-        total = request.zeros(outputs, num_outputs, num_points)
-        skipped_site = None
+        total = request.zeros(outputs, num_outputs, len(accumulator.prior_precisions))
+        last_site = None
         layer_and_inputs = accumulator.last_layer(forward_pass)
         if layer_and_inputs is not None:
             last_layer, phi = layer_and_inputs
             last_layer.add(total, phi, indices, request.diagonal)
-            skipped_site = last_layer.site
+            last_site = last_layer.site
         num_columns = request.num_columns(num_outputs)
         for columns in chunk.column_slices(num_columns):
             vectors = unit_columns(outputs, indices, columns)
             if request.kind == "differences":
+                # The differences between each output and the last one are differentiated.
                 vectors = vectors - unit_columns(outputs, indices, slice(-1, None))
             into = total[:, :, columns] if request.diagonal else total[:, :, columns, columns]
             keep_graph = columns.stop < num_columns
-            records = forward_pass.backward(vectors, keep_graph, skipped_site)
+            records = forward_pass.backward(vectors, keep_graph, last_site)
             accumulator.add(into, records, chunk.model_indices[:, columns])
         return total
 

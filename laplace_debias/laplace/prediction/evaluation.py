@@ -190,21 +190,32 @@ def evaluate_predictions(
         batches_of_scores.append(score(predictive, checked))
         if score_inputs is not None:
             uncertainties = score_inputs(batch.inputs)
-            counted = torch.ones_like(uncertainties, dtype=torch.bool)
-            if len(uncertainties) == len(checked.counted):
-                counted = checked.counted.to(uncertainties.device)
-            is_first = is_first_of_example(batch.num_examples, counted)
-            batches_of_uncertainties.append([uncertainties[counted], is_first])
+            batches_of_uncertainties.append(_counted_rows(uncertainties, batch, checked))
     scores = Scores.concatenate(batches_of_scores)
     if score_inputs is None:
         return _report(scores, predict, batches, ood, intervals=intervals, level=level)
-    uncertainties, is_first = concatenate_batches(batches_of_uncertainties, "evaluate")
+    # The report's own uncertainties are replaced by the scores of the inputs.
     report = _report(scores, predict, batches, {}, intervals=False, level=level)
+    uncertainties, is_first = concatenate_batches(batches_of_uncertainties, "evaluate")
     uncertainties_ood, ood_examples = _for_ood_sets(ood, lambda x: score_inputs(x).flatten())
     statistics = report._statistics | separation(
         uncertainties, uncertainties_ood, examples_of_rows(is_first), ood_examples
     )
     return report_of(statistics, report._targets, level, intervals)
+
+
+def _counted_rows(
+    uncertainties: Float[Tensor, " rows"], batch: Batch, checked: CheckedTargets
+) -> list[Tensor]:
+    """Leave out rows of ignored targets, if each row has a target.
+
+    Returns:
+        The remaining rows, and whether each of them is the first of its example.
+    """
+    counted = torch.ones_like(uncertainties, dtype=torch.bool)
+    if len(uncertainties) == len(checked.counted):
+        counted = checked.counted.to(uncertainties.device)
+    return [uncertainties[counted], is_first_of_example(batch.num_examples, counted)]
 
 
 def _report(
@@ -375,6 +386,7 @@ def score(predictive: Distribution, checked: CheckedTargets) -> Scores:
     deviations = None
     levels = None
     if kind in ("normal", "numbers"):
+        # A user's distribution may have no variance.
         with suppress(NotImplementedError):
             deviations = _standard_deviations(predictive)[counted]
     if kind == "numbers" and deviations is not None:

@@ -403,19 +403,19 @@ def tempered_predictives(
         For several temperatures of one formula at a time, in the order of the links: a predictive
         of batch shape `[links, B]`, or the error that its computation raised.
     """
-    temperatures = dict[str, list[float]]()
+    temperatures_by_formula = dict[str, list[float]]()
     for link in links_used:
-        temperatures.setdefault(link.name, []).append(link.temperature)
-    for name, values in temperatures.items():
-        step = len(values)
+        temperatures_by_formula.setdefault(link.name, []).append(link.temperature)
+    for name, temperatures in temperatures_by_formula.items():
+        chunk_size = len(temperatures)
         # All formulas except `pairwise` copy the moments for each temperature, so only a chunk of
         # temperatures is processed at a time.
         if covariance is None or name != "pairwise":
             # Without a covariance, and for the probit link, only vectors are copied.
             copied = mean if covariance is None or name == "probit" else covariance
-            step = max(1, _MAX_ENTRIES[mean.device.type] // copied.numel())
-        for start in range(0, len(values), step):
-            chunk = values[start : start + step]
+            chunk_size = max(1, _MAX_ENTRIES[mean.device.type] // copied.numel())
+        for start in range(0, len(temperatures), chunk_size):
+            chunk = temperatures[start : start + chunk_size]
             try:
                 yield links.tempered_predictive(likelihood, name, mean, covariance, chunk)
             except ValueError as error:

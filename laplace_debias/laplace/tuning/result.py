@@ -154,7 +154,7 @@ class Tuning:
     @property
     def _summary(self) -> str:
         """Return a sentence with the chosen values and the metric."""
-        metric = self.metric.replace("_", " ")
+        metric = f"{self.metric.replace('_', ' ')} {self.value:.4g}"
         sigma = ""
         if self.sigma is not None:
             numbers = ", ".join(f"{number:.3g}" for number in torch.tensor(self.sigma).flatten())
@@ -163,16 +163,12 @@ class Tuning:
             sigma = f" and sigma {numbers}"
         if isinstance(self.prior_precision, list):
             values = ", ".join(f"{row['name']} {row['prior_precision']:.3g}" for row in self.table)
-            return f"Prior precisions {values}{sigma}: {metric} {self.value:.4g}."
-        error = ""
+            return f"Prior precisions {values}{sigma}: {metric}."
         for row in self.table:
             if row["prior_precision"] == self.prior_precision and "standard_error" in row:
-                error = f" (standard error {row['standard_error']:.2g})"
+                metric += f" (standard error {row['standard_error']:.2g})"
         link = "" if self.link is None else f", link {self.link}"
-        return (
-            f"Prior precision {self.prior_precision:.3g}{sigma}{link}: "
-            f"{metric} {self.value:.4g}{error}."
-        )
+        return f"Prior precision {self.prior_precision:.3g}{sigma}{link}: {metric}."
 
     @property
     def _flatness(self) -> str:
@@ -199,12 +195,15 @@ class Tuning:
             )
         return sentence
 
-    def _is_choice(self, other: Alternative) -> bool:
+    def _is_choice(self, alternative: Alternative) -> bool:
         """Whether an alternative is the choice; only the closed form's temperature is compared."""
         link = self.link
         assert link is not None
-        choice = (self.prior_precision, link.name, link.temperature)
-        return (other.prior_precision, other.link.name, other.link.temperature) == choice
+        return (
+            alternative.prior_precision == self.prior_precision
+            and alternative.link.name == link.name
+            and alternative.link.temperature == link.temperature
+        )
 
     @property
     def message(self) -> str:
@@ -214,9 +213,9 @@ class Tuning:
             sentences.append(self._flatness)
         if self.alternatives:
             differences = [
-                f"{other.name}: {other.difference:+.2g} ± {other.half_width:.2g}"
-                for other in self.alternatives
-                if not self._is_choice(other)
+                f"{alternative.name}: {alternative.difference:+.2g} ± {alternative.half_width:.2g}"
+                for alternative in self.alternatives
+                if not self._is_choice(alternative)
             ]
             sentences.append(
                 "Scores of the alternatives minus the score of this choice, with 95 % intervals: "

@@ -429,16 +429,16 @@ def _with_temperatures(table: GridMetrics, choice: Setting) -> Link:
     for draws. The pairwise formula has smaller errors. If it was part of the search, its best
     temperature at the chosen prior precision is therefore used for draws.
     """
-    link = table.links[choice.link]
+    chosen = table.links[choice.link]
     if len(table.links) == 1:
-        return link
+        return chosen
     network = _network_of(table)
-    for_network = network.choose_temperature(0, _candidates_of_network(network))
-    pairwise = [index for index, other in enumerate(table.links) if other.name == "pairwise"]
-    for_draws = link.temperature
-    if link.name == "probit" and pairwise:
-        for_draws = table.choose_temperature(choice.point, pairwise)
-    return Link(link.name, link.temperature, for_draws, for_network)
+    network_temperature = network.choose_temperature(0, _candidates_of_network(network))
+    draw_temperature = chosen.temperature
+    pairwise = [index for index, link in enumerate(table.links) if link.name == "pairwise"]
+    if chosen.name == "probit" and pairwise:
+        draw_temperature = table.choose_temperature(choice.point, pairwise)
+    return Link(chosen.name, chosen.temperature, draw_temperature, network_temperature)
 
 
 def _network_of(table: GridMetrics) -> GridMetrics:

@@ -260,6 +260,7 @@ def _resolving_residual(pairs: RitzPairs, k: int, end: str, goal: float) -> floa
     expanding the basis further before the check.
     """
     ordered = order(pairs.values[:k], end)
+    # The gaps are averaged over the last half of the pairs, which converge last.
     half = k // 2
     if half == k - 1:
         return goal

@@ -192,21 +192,7 @@ def _grid(
     weighty = positions[weights > torch.finfo(weights.dtype).eps]
     low = float(weighty.min())
     high = float(weighty.max())
-    largest = max(abs(low), abs(high))
-    # On a logarithmic scale, both the position and its eigenvalue are rounded.
-    rounding = torch.finfo(positions.dtype).eps * (largest + 1 if scale == "log" else largest)
-    least_width = _LEAST_WIDTH * rounding
-    if width is None:
-        # On a logarithmic scale, positions are in decades, so 1 is a natural size even if all
-        # positions are nearly 0.
-        size = 1.0 if scale == "log" else largest
-        width = _default_width(high - low, size, least_width)
-    elif width < least_width:
-        raise ValueError(
-            f"`width` is {width:.4g}, which is lost to the rounding of {positions.dtype} between "
-            f"{low:.4g} and {high:.4g}. Raise `width` to {least_width:.2g} or more, or "
-            "convert the operator to a wider dtype."
-        )
+    width = _checked_width(width, low, high, scale, positions.dtype)
     low -= _MARGIN * width
     high += _MARGIN * width
     spacing = (high - low) / (num_points - 1)
@@ -219,6 +205,29 @@ def _grid(
         )
     grid = torch.linspace(low, high, num_points, dtype=positions.dtype, device=positions.device)
     return grid, width
+
+
+def _checked_width(
+    width: float | None, low: float, high: float, scale: str, dtype: torch.dtype
+) -> float:
+    """Require a width above the rounding errors of positions from `low` to `high`, or choose it."""
+    size = max(abs(low), abs(high))
+    rounding = torch.finfo(dtype).eps * size
+    if scale == "log":
+        # Positions are in decades, so 1 is a natural size even if all positions are nearly 0. Both
+        # the position and its eigenvalue are rounded.
+        rounding = torch.finfo(dtype).eps * (size + 1)
+        size = 1.0
+    least_width = _LEAST_WIDTH * rounding
+    if width is None:
+        return _default_width(high - low, size, least_width)
+    if width < least_width:
+        raise ValueError(
+            f"`width` is {width:.4g}, which is lost to the rounding of {dtype} between "
+            f"{low:.4g} and {high:.4g}. Raise `width` to {least_width:.2g} or more, or "
+            "convert the operator to a wider dtype."
+        )
+    return width
 
 
 def _default_width(extent: float, size: float, least_width: float) -> float:
