@@ -260,8 +260,9 @@ class TemperatureSearch:
 
     def _lowest(self, point: int, indices: list[int]) -> int:
         """Return the index with the lowest metric among those evaluated at a prior precision."""
-        values = self._values[point, indices].nan_to_num(math.inf, math.inf)
-        return indices[int(values.argmin())]
+        values = self._values[point].tolist()
+        evaluated = [index for index in indices if not math.isnan(values[index])]
+        return min(evaluated, key=values.__getitem__)
 
     def _temperature(self, index: int) -> float:
         return self._links[index].temperature
