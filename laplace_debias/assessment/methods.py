@@ -272,7 +272,10 @@ def check_methods(methods: Sequence[Method], loaded: "Loaded") -> None:
             f"{names}: these methods are fitted to validation examples, but there are none. Add "
             "validation examples, or remove these methods."
         )
-    unfit = "platt" if loaded.likelihood.activation == "softmax" else "vector"
-    if any(method.recalibration == unfit for method in recalibrated):
-        fit = "vector" if unfit == "platt" else "platt"
-        raise ValueError(f"{unfit} does not apply to the task {loaded.task}. Use {fit}.")
+    applicable, inapplicable = "platt", "vector"
+    if loaded.likelihood.activation == "softmax":
+        applicable, inapplicable = "vector", "platt"
+    if any(method.recalibration == inapplicable for method in recalibrated):
+        raise ValueError(
+            f"{inapplicable} does not apply to the task {loaded.task}. Use {applicable}."
+        )

@@ -87,13 +87,10 @@ def _predictive(likelihood: Likelihood, mean: Tensor, covariance: Tensor | None)
     """Return the marginal distribution of each target in closed form, or else the predictive."""
     if not likelihood.has_marginals:
         return likelihood.predictive(mean, covariance)
-    variances = torch.zeros_like(mean) if covariance is None else _variances(mean, covariance)
+    variances = torch.zeros_like(mean)
+    if covariance is not None:
+        variances = links.output_variances(mean, covariance)
     return likelihood.marginals(mean, variances)
-
-
-def _variances(mean: Tensor, covariance: Tensor) -> Tensor:
-    is_matrix = covariance.ndim > mean.ndim
-    return covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
 
 
 def _epistemic_variance(
@@ -101,7 +98,7 @@ def _epistemic_variance(
 ) -> Float[Tensor, "n targets"]:
     """Compute the variance of the targets' means in closed form, or else over Sobol points."""
     if likelihood.has_marginals:
-        return likelihood.epistemic_variances(mean, _variances(mean, covariance))
+        return likelihood.epistemic_variances(mean, links.output_variances(mean, covariance))
     return uncertainty_of_draws([likelihood], [gaussian_draws(mean, covariance)]).epistemic
 
 

@@ -129,7 +129,7 @@ def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Lapla
     choice = method.posterior
     if choice is None:
         return None
-    name = f"{method.key}-{number}" if method.uses_all_checkpoints else method.key
+    name = _posterior_name(method, number)
     path = run.folder.posterior(name)
     if not process_group().from_rank(path.exists(), 0):
         with states_kept():
@@ -146,12 +146,19 @@ def _posterior(run: Run, method: Method, model: nn.Module, number: int) -> Lapla
     return la
 
 
+def _posterior_name(method: Method, number: int) -> str:
+    """Return the name of a checkpoint's posterior, under which its files are written."""
+    if method.uses_all_checkpoints:
+        return f"{method.key}-{number}"
+    return method.key
+
+
 def _make_posterior(
     run: Run, method: Method, choice: PosteriorChoice | Path, model: nn.Module, number: int
 ) -> None:
     """Fit and tune a checkpoint's posterior, and write it and the record of the search to files."""
     loaded = replace(run.loaded, model=model)
-    name = f"{method.key}-{number}" if method.uses_all_checkpoints else method.key
+    name = _posterior_name(method, number)
     verb = "Reading" if isinstance(choice, Path) else "Fitting"
     checkpoint = f", checkpoint {number}" if method.uses_all_checkpoints else ""
     run.log(f"{verb} {method.label}{checkpoint}")
@@ -161,14 +168,13 @@ def _make_posterior(
     _choose_examples(run, la, method)
     with run.stage("tune", method):
         validation = _validation_batches(run, method, loaded)
-        sweep, notes_of_tuning = tune_posterior(la, choice, validation)
-        for note in notes_of_tuning:
+        sweep, tuning_notes = tune_posterior(la, choice, validation)
+        for note in tuning_notes:
             run.note(f"{method.label} (posteriors/{name}.safetensors): {note}")
-        notes = list(thin_posterior(la, choice, loaded))
-        if isinstance(choice, PosteriorChoice) and choice.mode == "auto":
-            notes.append(str(la.fit_report))
-        for note in notes:
+        for note in thin_posterior(la, choice, loaded):
             run.note(f"{method.label}: {note}")
+        if isinstance(choice, PosteriorChoice) and choice.mode == "auto":
+            run.note(f"{method.label}: {la.fit_report}")
         run.folder.write_sweep(name, sweep)
     # Write this file last, so that its existence shows that the other files are complete.
     path = run.folder.posterior(name)
@@ -195,7 +201,7 @@ def _validation_batches(run: Run, method: Method, loaded: Loaded) -> Batches | N
 
 def _choose_examples(run: Run, la: Laplace, method: Method) -> None:
     """Choose how many examples to predict unless this is set, and print the expected time."""
-    sets = list(run.sets.values())
+    sets: list[Batches | None] = list(run.sets.values())
     is_last_layer = False
     if isinstance(method.posterior, PosteriorChoice):
         # A fitted posterior is also tuned on the validation examples; a file is not.

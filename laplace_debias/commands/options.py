@@ -148,24 +148,24 @@ class CommandLine(Generic[Settings]):
         if "--help" in arguments or "-h" in arguments:
             print(self._parser().format_help(), end="")
             return None
-        on_line = vars(self._parse(arguments))
-        paths = on_line.pop("config")
-        only_prints = on_line.pop("print_config")
+        values_on_line = vars(self._parse(arguments))
+        paths = values_on_line.pop("config")
+        only_prints = values_on_line.pop("print_config")
         values: dict[str, Any] = {}
         for path in paths:
             values |= self._values_of_file(path)
         for option in self._options:
-            given = on_line.get(option.field, [])
+            option_values = values_on_line.get(option.field, [])
             if option.field in self._further:
-                _merge(self._further[option.field], [given[1:]], values)
-                given = given[:1]
-            _merge(option, given, values)
+                _merge(self._further[option.field], [option_values[1:]], values)
+                option_values = option_values[:1]
+            _merge(option, option_values, values)
         if only_prints:
             print(self._as_yaml(values), end="")
             return None
         self._check_required(values)
         settings = self._settings(**values)
-        return settings, self._unused_lines(settings, on_line)
+        return settings, self._unused_lines(settings, values_on_line)
 
     # ------------------------------------------------------------------------- the command line
 
@@ -350,9 +350,9 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _merge(option: Option, given: Sequence[Any], values: dict[str, Any]) -> None:
+def _merge(option: Option, option_values: Sequence[Any], values: dict[str, Any]) -> None:
     """Add an option's values to `values`; dictionaries and lists are extended, not replaced."""
-    for value in given:
+    for value in option_values:
         if option.container is dict:
             values[option.field] = {**values.get(option.field, {}), **value}
         elif option.container is list:

@@ -78,11 +78,15 @@ def _as_member(value: Any, kinds: Sequence[Any]) -> Any:
 
 def _as_sequence(value: Any, kind: Any) -> list[Any]:
     """Return the entries of a list, which is given as `1,2`, as `[1, 2]` or as a list in a file."""
-    entries = value
-    if isinstance(value, str):
-        entries = parsed_yaml(value) if value.lstrip().startswith("[") else value.split(",")
-    elif not isinstance(value, Sequence):
+    entries: Sequence[Any]
+    if not isinstance(value, Sequence):
         entries = [value]
+    elif not isinstance(value, str):
+        entries = value
+    elif value.lstrip().startswith("["):
+        entries = parsed_yaml(value)
+    else:
+        entries = value.split(",")
     kinds = get_args(kind)
     if Ellipsis in kinds or len(kinds) == 1:
         return [convert(entry, kinds[0]) for entry in entries]

@@ -48,11 +48,14 @@ def describe(state: FitSetup | FittedPosterior) -> dict[str, str]:
 def _described_prior(prior: Prior) -> dict[str, str]:
     """Return the lines that describe a prior, keyed by their titles."""
     lowest, highest = (f"{delta:g}" for delta in torch.aminmax(prior.precision))
-    is_per_block = prior.precision.ndim > 0
-    lines = {"prior precision": f"{lowest} to {highest}, one per block" if is_per_block else lowest}
+    lines = {"prior precision": lowest}
+    if prior.precision.ndim > 0:
+        lines["prior precision"] = f"{lowest} to {highest}, one per block"
     if prior.information is not None:
         lines["prior"] = "the one passed as `prior=`, whose common part is the prior precision"
     if prior.mean is not None and prior.mean.any():
-        is_vector = prior.mean.ndim > 0
-        lines["prior mean"] = "one for each parameter" if is_vector else f"{float(prior.mean):g}"
+        if prior.mean.ndim > 0:
+            lines["prior mean"] = "one for each parameter"
+        else:
+            lines["prior mean"] = f"{float(prior.mean):g}"
     return lines

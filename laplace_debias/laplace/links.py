@@ -30,6 +30,15 @@ NUM_DRAWS = 128
 """The number of Sobol points of the `"exact"` link."""
 
 
+def output_variances(
+    mean: Float[Tensor, "*batch outputs"], covariance: Float[Tensor, "..."]
+) -> Float[Tensor, "*batch outputs"]:
+    """Return the variances of outputs, for whose mean there are covariances or only variances."""
+    if covariance.ndim > mean.ndim:
+        return covariance.diagonal(dim1=-2, dim2=-1)
+    return covariance
+
+
 def tempered_probit(
     mean: Logits, covariance: Float[Tensor, "..."], temperatures: Sequence[float]
 ) -> Float[Tensor, "temperatures *batch classes"]:
@@ -42,8 +51,7 @@ def tempered_probit(
         covariance: Covariances, or only variances.
         temperatures: The temperatures.
     """
-    is_matrix = covariance.ndim > mean.ndim
-    variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
+    variances = output_variances(mean, covariance)
     squares = _stack_numbers(temperatures, mean).square()
     return mean / (squares + math.pi / 8 * variances).sqrt_()
 
@@ -72,8 +80,7 @@ def exact(mean: Logits, covariance: Covariance) -> Logits:
 
 def exact_sigmoid(mean: Logits, covariance: Float[Tensor, "..."]) -> Logits:
     """Compute `exact` for each label by treating it as a choice between its logit and zero."""
-    is_matrix = covariance.ndim > mean.ndim
-    variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
+    variances = output_variances(mean, covariance)
     both_means = torch.stack([torch.zeros_like(mean), mean], -1)
     both_variances = torch.stack([torch.zeros_like(mean), variances], -1)
     log_probs = exact(both_means, torch.diag_embed(both_variances))

@@ -117,13 +117,13 @@ class _Errors:
     """A function that returns the error of a compressed posterior at each input; see `Thinning`."""
 
     def __init__(
-        self, full: FittedPosterior, inputs: Inputs, part: slice, positions: Positions | None
+        self, full: FittedPosterior, inputs: Inputs, examples: slice, positions: Positions | None
     ) -> None:
-        self._inputs = take(inputs, part)
+        self._inputs = take(inputs, examples)
         self._positions = positions
         if positions is not None and torch.as_tensor(positions).ndim == 2:
             # Every input has positions of its own.
-            self._positions = torch.as_tensor(positions)[part]
+            self._positions = torch.as_tensor(positions)[examples]
         self._full_variances = self._variances(full)
 
     def __call__(self, compressed: FittedPosterior) -> Float[Tensor, " inputs"]:

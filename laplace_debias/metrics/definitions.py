@@ -278,14 +278,15 @@ def _average_precision_influences(
     Let A and B be the fractions of positive and negative examples at or above a threshold, and λ
     the number of negative examples per positive example. The precision is `A / (A + λB)`. A
     positive example contributes the precision at its own score. In addition, every example changes
-    A or B, and therefore the precision at all scores below its own.
+    A or B, and therefore the precision at all scores below its own, with the derivatives
+    `λB / (A + λB)²` and `-λA / (A + λB)²`.
     """
-    ratio = len(negative) / len(positive)
-    at_least = 1 - _share_below(positive, positive)
-    false = ratio * (1 - _share_below(negative, positive))
-    precision = at_least / (at_least + false)
-    positive_slopes = false / (at_least + false).square()
-    negative_slopes = -ratio * at_least / (at_least + false).square()
+    ratio = len(negative) / len(positive)  # λ
+    A = 1 - _share_below(positive, positive)
+    B = 1 - _share_below(negative, positive)
+    precision = A / (A + ratio * B)
+    positive_slopes = ratio * B / (A + ratio * B).square()
+    negative_slopes = -ratio * A / (A + ratio * B).square()
     changes = _sum_up_to(positive, positive_slopes, positive) / len(positive)
     return precision + changes, _sum_up_to(positive, negative_slopes, negative) / len(positive)
 
@@ -311,6 +312,8 @@ def _fpr95_statistic(
         """Return the score below which this fraction of the OOD rows lies."""
         return ordered[min(num_ood - 1, int(share * num_ood))]
 
+    # Because of the margin, rounding errors do not turn a whole number 0.05 · n into the next lower
+    # one.
     missed = 0.05 + 1e-8
     two_standard_errors = 2 * (missed * (1 - missed) / num_examples) ** 0.5
     fewest_missed = max(0.0, missed - two_standard_errors)

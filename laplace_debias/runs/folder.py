@@ -27,7 +27,7 @@ from laplace_debias.runs.records import (
 )
 from laplace_debias.system.files import differences, written_atomically
 from laplace_debias.system.ranks import process_group
-from laplace_debias.system.shown import plain
+from laplace_debias.system.shown import first_names, plain
 
 Record = TypeVar("Record")
 
@@ -214,8 +214,7 @@ class RunFolder:
             names = sorted(path.name for path in self.path.glob("[!.]*"))
             if names:
                 raise FileExistsError(
-                    f"{self.path} contains other files "
-                    f"({', '.join(names[:3])}{(', …' if len(names) > 3 else '')}). Pass an empty "
+                    f"{self.path} contains other files ({first_names(names)}). Pass an empty "
                     "folder as --output."
                 )
             return None
@@ -359,6 +358,9 @@ def _naming_damaged_file(path: Path) -> Iterator[None]:
         AttributeError,
         RecursionError,
     ) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        reason = f"{reason} is missing" if isinstance(error, KeyError) else reason
+        reason = type(error).__name__
+        if str(error):
+            reason = str(error).splitlines()[0]
+        if isinstance(error, KeyError):
+            reason += " is missing"
         raise ValueError(f"{path} is damaged ({reason}). Delete it. {_AGAIN}.") from error

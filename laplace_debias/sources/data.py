@@ -16,6 +16,7 @@ from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.settings import SourceSettings
 from laplace_debias.sources.splits import SPLIT_NAMES, Splits, split_indices
 from laplace_debias.sources.table_files import table_files, table_splits
+from laplace_debias.system.shown import first_names
 
 _KINDS = (
     "a folder of images, a .npz file, a .csv or .parquet table, or an import path my_pkg.data:make"
@@ -181,19 +182,15 @@ def find_image_folder(root: Path) -> tuple[tuple[str, ...], dict[str, list[tuple
         unknown = sorted(set(names) - set(classes))
         problems = []
         if missing:
-            problems.append(f"no class folder {_first_names(missing)}")
+            problems.append(f"no class folder {first_names(missing, 4)}")
         if unknown:
-            problems.append(f"unknown classes {_first_names(unknown)}")
+            problems.append(f"unknown classes {first_names(unknown, 4)}")
         if problems:
             raise ValueError(
                 f"{folder} has {' and '.join(problems)}. Use the same class folders as in "
                 f"{folders['train']}."
             )
     return classes, files
-
-
-def _first_names(names: list[str]) -> str:
-    return f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''}"
 
 
 def _find_classes(folder: Path) -> tuple[tuple[str, ...], list[tuple[Path, int]]]:

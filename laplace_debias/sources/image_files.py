@@ -127,7 +127,9 @@ def _is_grey(settings: SourceSettings, model: nn.Module, files: Iterable[Path]) 
     if first in (1, 3):
         return first == 1
     counts = [len(numbers) for numbers in (settings.mean, settings.std) if numbers is not None]
-    return 1 in counts if counts else all(header(file)[1] in _GREY for file in files)
+    if counts:
+        return 1 in counts
+    return all(header(file)[1] in _GREY for file in files)
 
 
 def view_of(
@@ -167,7 +169,9 @@ def view_of(
         )
     view = View(unchanged, pixels, is_grey)
     size = settings.image_size
-    return (view if size is None else view.resized_to(size, size)), notes
+    if size is not None:
+        view = view.resized_to(size, size)
+    return view, notes
 
 
 def _timm_view(model: nn.Module, overrides: dict[str, Any]) -> View:

@@ -36,7 +36,9 @@ class Pixels:
     ) -> UInt8[Tensor, "height width 3"]:
         """Convert an input to a picture; unless it has 3 channels, show the first one in grey."""
         pixels = self.pixels(image)
-        return (pixels if len(pixels) == 3 else pixels[:1].expand(3, -1, -1)).permute(1, 2, 0)
+        if len(pixels) != 3:
+            pixels = pixels[:1].expand(3, -1, -1)
+        return pixels.permute(1, 2, 0)
 
     @classmethod
     def from_settings(cls, settings: SourceSettings) -> "Pixels | None":

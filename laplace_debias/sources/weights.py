@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from laplace_debias.system.shown import counted
+from laplace_debias.system.shown import counted, first_names
 
 _PICKLED = (".pt", ".pth", ".ckpt", ".bin", ".tar")
 _NESTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
@@ -79,8 +79,7 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Tensor]:
 
 def _beginning(names: Sequence[str]) -> str:
     """Format the number of names and the first three, as in `4 names (a, b, c, …)`."""
-    shown = [*names[:3], "…"] if len(names) > 3 else names
-    return f"{counted(len(names), 'name')} ({', '.join(shown)})"
+    return f"{counted(len(names), 'name')} ({first_names(names)})"
 
 
 def _load_pickle(path: Path) -> Any:

@@ -20,6 +20,13 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def first_names(names: Sequence[str], number: int = 3) -> str:
+    """Format the first names of a list, as in `a, b, c, …`."""
+    if len(names) > number:
+        return f"{', '.join(names[:number])}, …"
+    return ", ".join(names)
+
+
 def one_line(value: Any) -> str:
     """Format an object's class and its non-empty attributes in one line.
 

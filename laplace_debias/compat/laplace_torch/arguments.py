@@ -79,8 +79,8 @@ def fisher_of_backend(backend: type | str | None, backend_kwargs: Mapping[str, A
 
 def names_in_layer(layer: nn.Module, network: nn.Module) -> list[str]:
     """Return the names of the parameters of a layer within a network."""
-    of_layer = set(layer.parameters())
-    return [name for name, parameter in network.named_parameters() if parameter in of_layer]
+    layer_parameters = set(layer.parameters())
+    return [name for name, p in network.named_parameters() if p in layer_parameters]
 
 
 def batch_hook(likelihood: str, dict_key_x: str | None, dict_key_y: str | None) -> BatchHook | None:

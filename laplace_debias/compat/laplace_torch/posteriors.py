@@ -371,10 +371,10 @@ class Laplace:
         fitted = self._fit.fitted
         log_factor = torch.zeros((), dtype=torch.float64, device=fitted.posterior.mean.device)
         if sigma_noise is not None:
-            before = self.sigma_noise
+            earlier_sigma = self.sigma_noise.to(log_factor).reshape(())
             self.sigma_noise = sigma_noise
             sigma = torch.as_tensor(sigma_noise).to(log_factor).reshape(())
-            log_factor = (sigma / before.to(log_factor).reshape(())).log()
+            log_factor = (sigma / earlier_sigma).log()
         precision: float | Tensor = self.prior_precision
         if prior_precision is not None:
             precision = scalar_or_vector(prior_precision)

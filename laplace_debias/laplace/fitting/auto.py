@@ -260,7 +260,8 @@ class Auto(Scheme):
         if last_round is not None:
             # The error is inversely proportional to the square root of the number of examples, so
             # an error of twice the tolerance needs four times as many examples.
-            target = num_drawn * (4 if last_round.error > 2 * self.tolerance else 2)
+            growth = 4 if last_round.error > 2 * self.tolerance else 2
+            target = growth * num_drawn
         # Each round ends with decompositions. If the target is at least half of the budget, the
         # next round uses the whole budget, which saves the decompositions of one round.
         if self.examples is not None and self.examples <= 2 * target:
@@ -391,12 +392,17 @@ def _report_on_all(
             rounds=(*report.rounds, (num_read, report.error)),
             continuation=None,
         )
-    error = 0.0 if is_complete else math.nan
+    if is_complete:
+        error = 0.0
+        stop_reason = StopReason.ALL_DATA
+    else:
+        error = math.nan
+        stop_reason = StopReason.END_OF_DATA
     return FitReport(
         num_examples=num_read,
         num_read=num_read,
         seconds=progress.clock(),
-        ended_by=StopReason.ALL_DATA if is_complete else StopReason.END_OF_DATA,
+        ended_by=stop_reason,
         rounds=(*progress.rounds, (num_read, error)),
         curve=dict.fromkeys(CURVE, error),
         error_by_block=dict.fromkeys(prepared.parameters.block_names, error),

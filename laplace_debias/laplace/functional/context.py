@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.network.calling import call
 from laplace_debias.curvature.network.chosen_positions import (
     ChosenPositions,
@@ -45,6 +48,12 @@ class PredictionContext:
     positions: ChosenPositions | None = None
     head: str | None = None
     prepared: PreparedModel | None = None
+
+    def tap(self, blocks: Sequence[Block]) -> Tap:
+        """Return the tap of the working copy if it is kept, or a new tap of the network."""
+        if self.prepared is None:
+            return Tap(self.network, blocks)
+        return self.prepared.tap
 
     def output_indices(self, outputs: OutputChoice) -> Int[Tensor, "batch k"]:
         """Compute indices of requested outputs among the flattened outputs of each example.
@@ -157,9 +166,13 @@ def prediction_context(
             "over processes. Remove `differentiable=`, or save the posterior and load it with the "
             "complete model."
         )
-    is_collective = process_group().size > 1 and has_units(fitted.spec.model)
-    outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-    with outside, collective("predict") if is_collective else nullcontext():
+    outside_inference_mode: AbstractContextManager[Any] = nullcontext()
+    if torch.is_inference_mode_enabled():
+        outside_inference_mode = torch.inference_mode(False)
+    on_all_processes: AbstractContextManager[Any] = nullcontext()
+    if process_group().size > 1 and has_units(fitted.spec.model):
+        on_all_processes = collective("predict")
+    with outside_inference_mode, on_all_processes:
         mean = fitted.posterior.mean
         model = fitted.fitted_model
         snapshot = model.check_unchanged(mean)

@@ -81,8 +81,7 @@ def _covariance_in_groups(
     posterior = fitted.posterior
     blocks = fitted.parameters.blocks
     deltas = posterior.prior_precision.expand(len(blocks)).to(posterior.mean)
-    prepared = context.prepared
-    tap = Tap(context.network, blocks) if prepared is None else prepared.tap
+    tap = context.tap(blocks)
     accumulator = accumulator_class(posterior)(
         blocks, posterior, deltas[None], diagonal=False, jacobians=joint_jacobians
     )

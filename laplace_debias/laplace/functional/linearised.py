@@ -160,8 +160,7 @@ def _moments_in_chunks(
 ) -> tuple[Float[Tensor, "batch *outputs"], Float[Tensor, "grid batch *covariance"]]:
     """Compute the moments of as many examples at a time as fit into the memory bound."""
     # The accumulator has the blocks of the layers, even if the posterior has only one dense block.
-    prepared = context.prepared
-    tap = Tap(context.network, accumulator.blocks) if prepared is None else prepared.tap
+    tap = context.tap(accumulator.blocks)
     method: _OutputDifferentiation | _HeadDifferentiation
     if context.head is None:
         method = _OutputDifferentiation(accumulator, request)

@@ -534,12 +534,13 @@ class Conformal:
                 f"{len(posterior_values)} now, so the coverage is not guaranteed. Call "
                 "`calibrate(loader)` again."
             )
-        for now, then in zip(posterior_values, self._calibrated_for, strict=True):
-            for name, value in now.items():
-                if not _is_same(value, then.get(name)):
+        for values, earlier_values in zip(posterior_values, self._calibrated_for, strict=True):
+            for name, value in values.items():
+                earlier_value = earlier_values.get(name)
+                if not _is_same(value, earlier_value):
                     raise RuntimeError(
                         f"The posterior has changed since the calibration: its {name} was "
-                        f"{then.get(name)} and is {value}, so the coverage is not guaranteed. Call "
+                        f"{earlier_value} and is {value}, so the coverage is not guaranteed. Call "
                         "`calibrate(loader)` again."
                     )
 

@@ -129,9 +129,11 @@ class Scores:
         """Concatenate the scores of several batches, over all processes that share the data."""
         columns = [batch._columns() for batch in batches]
         concatenated = concatenate_batches([list(batch.values()) for batch in columns], "evaluate")
-        own = (batches[0].kind, list(columns[0])) if batches else None
+        kind_and_names = None
+        if batches:
+            kind_and_names = batches[0].kind, list(columns[0])
         # A process without examples has no scores, so it takes the kind and the names from another.
-        kind, names = next(form for form in process_group().exchange(own) if form is not None)
+        kind, names = next(filter(None, process_group().exchange(kind_and_names)))
         return cls(kind, **dict(zip(names, concatenated, strict=True)))
 
     def _columns(self) -> dict[str, Tensor]:

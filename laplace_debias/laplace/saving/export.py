@@ -29,7 +29,7 @@ from laplace_debias.curvature.network.inputs import (
     tensors_of,
 )
 from laplace_debias.laplace.functional.linear_head import LinearHead
-from laplace_debias.laplace.links import Link, link_from, required_moments
+from laplace_debias.laplace.links import Link, link_from, output_variances, required_moments
 from laplace_debias.laplace.prediction.predictive import (
     FitWithLink,
     PredictionMethod,
@@ -47,6 +47,7 @@ from laplace_debias.laplace.state.fitted import FittedPosterior
 from laplace_debias.operators import EigenKronecker
 from laplace_debias.operators.structures.directions import Directions
 from laplace_debias.system.files import check_target, written_atomically
+from laplace_debias.system.shown import first_names
 from laplace_debias.system.threads import FORWARD_MODE
 
 
@@ -167,7 +168,7 @@ class _Predictive(nn.Module):
         covariance = self._covariance(phi, diagonal)
         if self._link is None:
             return self.likelihood.exported(mean, covariance)
-        variance = covariance if diagonal else covariance.diagonal(dim1=-2, dim2=-1)
+        variance = output_variances(mean, covariance)
         logits = self._link.logits(self.likelihood, mean, covariance)
         probs = self.likelihood.probabilities(logits)
         return {"logits": mean, "variance": variance, "probs": probs}
@@ -284,8 +285,7 @@ def _last_linear_layer(fitted: FittedPosterior, example: Inputs) -> str:
     if len(layers) > 1:
         raise NotImplementedError(
             f"Only a posterior over the last layer can be exported, but {len(layers)} layers are "
-            f"Bayesian here: {', '.join(layer or 'the model itself' for layer in layers[:3])}"
-            f"{(', …' if len(layers) > 3 else '')}. "
+            f"Bayesian here: {first_names([layer or 'the model itself' for layer in layers])}. "
             f"{remedy}"
         )
     network = fitted.fitted_model.network()

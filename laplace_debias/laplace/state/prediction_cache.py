@@ -209,8 +209,8 @@ class PredictionCache:
         """
         with refuse_calls(spec.plain_model, parameters.names, network):
             if self._verified is not None and self._verified is not snapshot:
-                other = spec.network(parameters.names)
-                differing = differing_blocks(other, parameters.blocks, parameters.names, x)
+                current = spec.network(parameters.names)
+                differing = differing_blocks(current, parameters.blocks, parameters.names, x)
                 if differing:
                     raise RuntimeError(
                         "The model has changed since the fit. Its outputs now depend on "

@@ -81,15 +81,15 @@ class TraceInCoordinates:
 
     def without(self, i: int) -> "TraceInCoordinates":
         """Return the same problem without probe i."""
-        kept = torch.arange(len(self.forms), device=self.forms.device) != i
+        is_kept = torch.arange(len(self.forms), device=self.forms.device) != i
         return TraceInCoordinates(
             num_rows=self.num_rows,
             precision=self.precision,
-            forms=self.forms[kept],
-            images=self.images[:, kept],
+            forms=self.forms[is_kept],
+            images=self.images[:, is_kept],
             basis_images=self.basis_images,
-            probes=self.probes[:, kept],
-            probe_forms=self.probe_forms[:, kept],
+            probes=self.probes[:, is_kept],
+            probe_forms=self.probe_forms[:, is_kept],
         )
 
 
@@ -112,12 +112,12 @@ def xdiag(products: Products, total: int, generator: torch.Generator | None) -> 
     coordinates = U.T @ images
     probe_coordinates = adjoint_images.T @ probes
 
-    def estimate(kept: Tensor) -> Tensor:
+    def estimate(indices: Tensor) -> Tensor:
         """Estimate the diagonal from the probes with these indices."""
-        basis, left_out = leave_one_out(coordinates[:, kept], precision)
-        mean_projector = basis @ basis.T - left_out @ left_out.T / len(kept)
-        inside = U @ without_own(basis, left_out, probe_coordinates[:, kept])
-        outside = probes[:, kept] * (images[:, kept] - inside)
+        basis, left_out = leave_one_out(coordinates[:, indices], precision)
+        mean_projector = basis @ basis.T - left_out @ left_out.T / len(indices)
+        inside = U @ without_own(basis, left_out, probe_coordinates[:, indices])
+        outside = probes[:, indices] * (images[:, indices] - inside)
         return ((U @ mean_projector) * adjoint_images).sum(dim=1) + outside.mean(dim=1)
 
     every = torch.arange(num_probes, device=probes.device)
