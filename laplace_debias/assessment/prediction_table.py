@@ -53,12 +53,15 @@ def prediction_columns(
     Raises:
         ValueError: If there are no inputs.
     """
-    has_draws = method in ("glm-mc", "nn") or samples is not None
     generator = Generator(la.mean.device).manual_seed(seed)
     own_tables: list[tuple[int, tuple[dict[str, Tensor], Tensor]]] = []
-    # Draws depend on the order of all batches, so the first process draws for all of them.
-    takes_part = process_group().rank == 0 or not has_draws
-    with alone() if has_draws else contextlib.nullcontext():
+    reading: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    takes_part = True
+    if method in ("glm-mc", "nn") or samples is not None:
+        # Draws depend on the order of all batches, so the first process draws for all of them.
+        reading = alone()
+        takes_part = process_group().rank == 0
+    with reading:
         own_batches: Iterable[Batch] = ()
         if takes_part:
             own_batches = selected_batches(loaded.model, batches, has_labels=has_targets)
@@ -159,10 +162,10 @@ def _number_columns(
         predictions = describe_predictive(predictive, epistemic)
     mean = predictions.mean
     deviation = predictions.standard_deviation
-    if predictions.lower is None or predictions.upper is None:
+    lower = predictions.lower
+    upper = predictions.upper
+    if lower is None or upper is None:
         lower, upper = gaussian_interval(mean, deviation)
-    else:
-        lower, upper = predictions.lower, predictions.upper
     return {
         **_numbered_columns("mean", mean),
         **_numbered_columns("standard_deviation", deviation),

@@ -134,8 +134,8 @@ def measure_spectrum(
     density = None
     # If no eigenvalue is negative, all remaining ones are at most the smallest leading eigenvalue.
     are_zero = A.is_positive_semidefinite and float(pairs.values.min()) <= floor
-    num_others = A.shape[0] - len(pairs.values)
-    if not are_zero and num_others and _exceeds(deflated, floor, density_steps):
+    num_remaining = A.shape[0] - len(pairs.values)
+    if not are_zero and num_remaining and _exceeds(deflated, floor, density_steps):
         density = spectral_density(
             deflated,
             scale="log",
@@ -146,7 +146,7 @@ def measure_spectrum(
             generator=generator,
             progress=progress,
         )
-        density = _without_zeros(density, A.shape[0], num_others)
+        density = _without_zeros(density, A.shape[0], num_remaining)
     whole_trace = replace(
         remaining_trace,
         value=pairs.values.sum() + remaining_trace.value,
@@ -170,10 +170,14 @@ def _exceeds(A: LinearOperator, bound: float, max_matvecs: int) -> bool:
     return False
 
 
-def _without_zeros(density: SpectralDensity, size: int, num_others: int) -> SpectralDensity:
-    """Return the density of the remaining eigenvalues, without the zeros that deflation creates."""
-    num_null = size * density.null_fraction - (size - num_others)
-    null_fraction = max(0.0, num_null) / num_others
+def _without_zeros(density: SpectralDensity, size: int, num_remaining: int) -> SpectralDensity:
+    """Return the density of the remaining eigenvalues, without the zeros that deflation creates.
+
+    Deflation replaces the `size - num_remaining` leading eigenvalues by zeros.
+    """
+    num_null = size * density.null_fraction - (size - num_remaining)
+    null_fraction = max(0.0, num_null) / num_remaining
+    # The density integrates to the fraction of eigenvalues that are not null, before and after.
     growth = (1 - null_fraction) / (1 - density.null_fraction)
     return replace(
         density,

@@ -52,14 +52,15 @@ def maximise_evidence(fitted: FittedPosterior, sigma: bool | None, per: str | No
             "`tune_evidence` does not support posteriors that were fitted with `prior=`. Use "
             "`tune(loader)`."
         )
-    if not tunes_noise(fitted, sigma):
-        tuning = tune_one(fitted) if per is None else tune_groups(fitted, per)
-        return TunedFit.apply(tuning, fitted).with_notes(note_on_assumed_sigma(fitted, sigma))
-    tuned = tune_noise(fitted)
-    if per is None:
+    if tunes_noise(fitted, sigma):
+        # The noise is tuned along with a single prior precision. Several are tuned at this noise.
+        tuned = tune_noise(fitted)
+        if per is not None:
+            tuning = replace(tune_groups(tuned.fitted, per), sigma=tuned.tuning.sigma)
+            tuned = TunedFit.apply(tuning, tuned.fitted)
         return tuned
-    tuning = replace(tune_groups(tuned.fitted, per), sigma=tuned.tuning.sigma)
-    return TunedFit.apply(tuning, tuned.fitted)
+    tuning = tune_one(fitted) if per is None else tune_groups(fitted, per)
+    return TunedFit.apply(tuning, fitted).with_notes(note_on_assumed_sigma(fitted, sigma))
 
 
 def search_range(

@@ -136,6 +136,10 @@ class GridMetrics:
         )
         return float(self.values[setting] - self.values[best]) <= tolerance
 
+    def prefers(self, simpler: Setting, best: Setting) -> bool:
+        """Whether a simpler setting is chosen: if it is tied with the best, or examples are few."""
+        return len(self.counts) < MIN_EXAMPLES or self.is_tied(simpler, best)
+
     def choose_link(self) -> int:
         """Return the index of the simplest link whose best value is tied with the overall best.
 
@@ -159,7 +163,7 @@ class GridMetrics:
         best = self.lowest(self.points, indices)
         for candidates in simplest_first:
             setting = self.lowest(self.points, candidates)
-            if len(self.counts) < MIN_EXAMPLES or self.is_tied(setting, best):
+            if self.prefers(setting, best):
                 break
         return setting.link
 
@@ -172,10 +176,8 @@ class GridMetrics:
         points = range(point, point + 1)
         best = self.lowest(points, links)
         untempered = [index for index in links if self.links[index].temperature == 1]
-        if untempered:
-            plain = self.lowest(points, untempered)
-            if len(self.counts) < MIN_EXAMPLES or self.is_tied(plain, best):
-                return 1.0
+        if untempered and self.prefers(self.lowest(points, untempered), best):
+            return 1.0
         return self.links[best.link].temperature
 
 
