@@ -149,15 +149,16 @@ class FactorMagnitudes(RunningMagnitudes):
 
     def rotate(self, block: Block, old: Eigenbasis, new: Eigenbasis, dtype: torch.dtype) -> None:
         """Project the curvatures of G and of A onto the respective new directions."""
-        along = self.sums.parts[block]
+        curvatures = self.sums.parts[block]
         overlaps = overlaps_of_bases(new, old)
         for side, (overlap, pairs) in enumerate(zip(overlaps, old, strict=True)):
             if overlap is None:
                 continue
             multiplicity = pairs.directions.multiplicity
-            curvature = average_degenerate(along[side], pairs.eigenvalues, dtype, multiplicity)
+            earlier = curvatures[side]
+            curvature = average_degenerate(earlier, pairs.eigenvalues, dtype, multiplicity)
             curvature = curvature.to(overlap.dtype).unsqueeze(-1)
-            along[side] = (overlap @ curvature).squeeze(-1).to(along[side].dtype)
+            curvatures[side] = (overlap @ curvature).squeeze(-1).to(earlier.dtype)
 
     def mean(self, block: Block) -> Float[Tensor, "*groups d_out d_in"]:
         """Return the outer product of the mean curvatures of the two factors."""

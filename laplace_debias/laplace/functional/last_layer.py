@@ -87,10 +87,11 @@ class LastLayer:
         """
         if self._num_points == 1:
             return self._moments_at_point(phi, chosen, kind).unsqueeze(0)
+        diagonal = kind == "variances"
         num_outputs = self.heads[0].block.shape[0] if chosen is None else chosen.shape[1]
-        columns = [num_outputs] if kind == "variances" else [num_outputs, num_outputs]
+        columns = [num_outputs] if diagonal else [num_outputs, num_outputs]
         total = phi.new_zeros(self._num_points, len(phi), *columns)
-        self.add(total, phi, chosen, kind == "variances")
+        self.add(total, phi, chosen, diagonal)
         return total
 
     def _moments_at_point(
@@ -131,8 +132,8 @@ class LastLayer:
             # covariances, for all of them may not fit into memory.
             if diagonal:
                 deltas = self._prior_precisions[index]
-                along = [squares @ head.variances(delta).mT for delta in deltas]
-                into += head.covariance(torch.stack(along), chosen, diagonal=True)
+                eigen_variances = [squares @ head.variances(delta).mT for delta in deltas]
+                into += head.covariance(torch.stack(eigen_variances), chosen, diagonal=True)
                 continue
             for total, variances in zip(into, self._grid_variances[index], strict=True):
                 total += head.covariance(squares @ variances.mT, chosen, diagonal=False)
@@ -178,13 +179,13 @@ class _HeadMoments:
             if kind in self._bias_moments:
                 return self._bias_moments[kind]
             phi = phi[:1]
-        along = self._head.eigen_variances(phi, self._variances)
+        eigen_variances = self._head.eigen_variances(phi, self._variances)
         if chosen is not None or self._num_outputs > FEW_OUTPUTS:
-            moments = self._head.covariance(along, chosen, kind == "variances")
+            moments = self._head.covariance(eigen_variances, chosen, kind == "variances")
         else:
             if kind not in self._direction_moments:
                 self._direction_moments[kind] = self._head.moments_of_directions(kind)
-            moments = along @ self._direction_moments[kind]
+            moments = eigen_variances @ self._direction_moments[kind]
             if kind != "variances":
                 moments = moments.view(-1, self._num_outputs, self._num_outputs)
         if is_same_for_all:
@@ -239,7 +240,9 @@ class LastLayerInputs:
         for head, squares, delta in zip(self.heads, self.squares, prior_precisions, strict=True):
             variances = squares @ head.variances(delta).mT
             key = id(head.U_G)
-            totals[key] = totals[key] + variances if key in totals else variances
+            if key in totals:
+                variances = totals[key] + variances
+            totals[key] = variances
         for total in totals.values():
             check_covariance(total, prior_precisions)
         return list(totals.values())
@@ -410,7 +413,9 @@ def squared_differences(heads: Sequence[LinearHead]) -> Float[Tensor, "rows pair
     magnitudes = heads[0].magnitudes
     directions = []
     for U_G in distinct_directions(heads):
-        directions.append(torch.eye(len(magnitudes)).to(magnitudes) if U_G is None else U_G)
+        if U_G is None:
+            U_G = torch.eye(len(magnitudes)).to(magnitudes)
+        directions.append(U_G)
     U = torch.cat(directions, 1).mT
     first, second = pairs_of_outputs(U.shape[1], U.device)
     return (U[:, first] - U[:, second]).square_()
@@ -425,8 +430,9 @@ def _num_classes(fitted: FittedPosterior) -> int | None:
         return None
     block = fitted.parameters.blocks[0]
     # A posterior such as `"full"` has a single block of all parameters instead of layer blocks.
-    is_by_block = isinstance(fitted.posterior.curvature.blocks.get(block.name), EigenKronecker)
-    return block.shape[0] if is_by_block else None
+    if not isinstance(fitted.posterior.curvature.blocks.get(block.name), EigenKronecker):
+        return None
+    return block.shape[0]
 
 
 def _chunks(

@@ -273,8 +273,8 @@ class LinearHead:
     ) -> Float[Tensor, " k"]:
         """Compute the variances of the outputs at some positions and classes of an example."""
         if self.U_G is not None:
-            along = inputs.square() @ self.variances(delta).mT
-            return (self.U_G[classes].square() * along[positions]).sum(-1)
+            eigen_variances = inputs.square() @ self.variances(delta).mT
+            return (self.U_G[classes].square() * eigen_variances[positions]).sum(-1)
         step = max(1, _SLICE // inputs.shape[-1])
         variances = []
         for position, c in zip(positions.split(step), classes.split(step), strict=True):
@@ -298,9 +298,10 @@ class LinearHead:
         total = inputs.new_zeros(len(classes), len(classes))
         indices = torch.arange(len(inputs), device=inputs.device)
         for t, s in torch.cartesian_prod(indices, indices):
-            along = (inputs[t] * inputs[s]) @ variances.mT
+            # The covariances of the outputs at positions t and s along the columns of U_G.
+            eigen_covariances = (inputs[t] * inputs[s]) @ variances.mT
             is_pair = (positions == t)[:, None] & (positions == s)
-            total += ((rows * along) @ rows.mT) * is_pair
+            total += ((rows * eigen_covariances) @ rows.mT) * is_pair
         return total
 
 

@@ -206,8 +206,8 @@ class _Predictive(nn.Module):
             input_directions = Directions.from_columns_or_axes(stored.get(f"U_A_{index}"), size)
             U_G = stored.get(f"U_G_{index}")
             head = replace(block_head, U_G=U_G, input_directions=input_directions)
-            along = head.eigen_variances(phi, stored[f"variances_{index}"])
-            covariances.append(head.covariance(along, diagonal=diagonal))
+            eigen_variances = head.eigen_variances(phi, stored[f"variances_{index}"])
+            covariances.append(head.covariance(eigen_variances, diagonal=diagonal))
         return sum(covariances[1:], covariances[0])
 
 

@@ -145,13 +145,14 @@ class GaussianPosterior:
         tiny = torch.finfo(dtype).tiny
         for (name, curvature), delta in zip(bounds.items(), deltas, strict=True):
             highest = weight * curvature + delta
-            is_too_small = delta < weight * tiny
-            is_too_large = highest > 1 / tiny
-            if not (is_too_small or is_too_large):
-                continue
-            reason = f"The posterior precision of {name} is up to {highest:.3g}, which is too large"
-            if is_too_small:
+            if delta < weight * tiny:
                 reason = f"The prior precision of {name} is {delta:.3g}, which is too small"
+            elif highest > 1 / tiny:
+                reason = (
+                    f"The posterior precision of {name} is up to {highest:.3g}, which is too large"
+                )
+            else:
+                continue
             raise ValueError(
                 f"{reason} for {dtype}, because the curvature has values up to "
                 f"{curvature:.3g}, which are multiplied by the weight of the data, {weight}. "
@@ -293,8 +294,8 @@ class GaussianPosterior:
         else:
             log_det = _log_det(information.curvature, information.weight, deltas)
             steps = self._in_block_order(self.displacement).double()
-            along = information.curvature.to(torch.float64) @ steps
-            quadratic = quadratic + information.weight * steps @ along
+            products = information.curvature.to(torch.float64) @ steps
+            quadratic = quadratic + information.weight * steps @ products
         constant = sum(self.curvature.sizes) * math.log(2 * math.pi)
         return 0.5 * (log_det - quadratic - constant)
 
