@@ -475,10 +475,8 @@ def likelihood_from_json(
     if user_likelihood is not None:
         user_options = _json_options(user_likelihood)
         description = type(user_likelihood).__qualname__, user_options
-        # Files of earlier versions do not contain inherited options.
-        saved_options = options["options"].items()
-        has_same_options = all(user_options.get(key) == value for key, value in saved_options)
-        if type(user_likelihood).__qualname__ == class_name and has_same_options:
+        has_same_class = type(user_likelihood).__qualname__ == class_name
+        if has_same_class and user_options == options["options"]:
             return user_likelihood
     raise ValueError(
         f"The posterior was fitted with the likelihood {options['class']!r} and the "
