@@ -162,16 +162,17 @@ def posterior_classes(la: Laplace, x: Inputs) -> ClassPredictions:
     per_label = getattr(predictive, "base_dist", predictive)
     log_probs = per_label.logits.reshape(mean.shape).double().cpu()
     # Compute the scores from logits divided by the temperature, as `Laplace.uncertainty` does.
-    moments = mean.double(), covariance.double()
-    tempered_mean, tempered_covariance = links.tempered_moments(*moments, link.temperature)
+    mean = mean.double()
+    covariance = covariance.double()
+    tempered_mean, tempered_covariance = links.tempered_moments(mean, covariance, link.temperature)
     if not has_covariance:
         return ClassPredictions(log_probs, {"variance": tempered_covariance.mean(1).cpu()})
     outputs = DenseOutputs(tempered_mean, tempered_covariance)
     scores = {
         name: score.cpu() for name, score in scores_of_logits(la.likelihood, [outputs]).items()
     }
-    moments_of_draws = links.tempered_moments(*moments, link.draw_temperature)
-    return ClassPredictions(log_probs, scores | _information_scores(la, *moments_of_draws))
+    draw_mean, draw_covariance = links.tempered_moments(mean, covariance, link.draw_temperature)
+    return ClassPredictions(log_probs, scores | _information_scores(la, draw_mean, draw_covariance))
 
 
 def _information_scores(

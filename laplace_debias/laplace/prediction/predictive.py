@@ -210,9 +210,8 @@ class FitWithLink:
     def predictive(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """Compute the predictive distribution."""
         if method.is_closed_form and method.differentiable:
-            return links.predictive(
-                self.likelihood, self.link, *differentiable_moments(self.fitted, x)
-            )
+            mean, covariance = differentiable_moments(self.fitted, x)
+            return links.predictive(self.likelihood, self.link, mean, covariance)
         if method.is_closed_form:
             return self._closed_form(x, method)
         with torch.inference_mode(False):
@@ -222,10 +221,11 @@ class FitWithLink:
 
     def _closed_form(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """Compute the predictive distribution from the moments of the outputs."""
-        moments = self._difference_variances(x, method)
-        if moments is not None:
+        mean_and_differences = self._difference_variances(x, method)
+        if mean_and_differences is not None:
             assert self.link is not None
-            logits = pairwise_of_differences(*moments, [self.link.temperature])[0]
+            mean, variances = mean_and_differences
+            logits = pairwise_of_differences(mean, variances, [self.link.temperature])[0]
             return self.likelihood.predictive(logits, None)
         links_used = [] if self.link is None else [self.link]
         mean, covariances = _moments_for_links(
@@ -246,7 +246,8 @@ class FitWithLink:
     def marginals(self, x: Inputs | Record, method: PredictionMethod) -> Distribution:
         """Compute the predictive distribution of each target of a regression on its own."""
         if method.is_closed_form:
-            return self.likelihood.marginals(*self.mean_and_variances(x, method))
+            mean, variances = self.mean_and_variances(x, method)
+            return self.likelihood.marginals(mean, variances)
         with torch.inference_mode(False):
             if method.name == "map":
                 mean = self.outputs(x, method)

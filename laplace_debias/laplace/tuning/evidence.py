@@ -128,10 +128,10 @@ def _end_of_flat_range(loss: Callable[[float], float], best: float, bound: float
     """
     from scipy.optimize import brentq
 
-    lost = loss(best) + 0.5
-    if loss(bound) <= lost:
+    limit = loss(best) + 0.5
+    if loss(bound) <= limit:
         return 10.0**bound
-    return 10.0 ** float(brentq(lambda log_delta: loss(log_delta) - lost, best, bound, xtol=1e-6))
+    return 10.0 ** float(brentq(lambda log_delta: loss(log_delta) - limit, best, bound, xtol=1e-6))
 
 
 def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
@@ -163,8 +163,8 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
     for index, block in enumerate(fitted.parameters.blocks):
         name = block.name if per == "block" else block.kind
         groups.setdefault(name, []).append(index)
-    together = tune_one(fitted).prior_precision
-    assert isinstance(together, float)
+    common_delta = tune_one(fitted).prior_precision
+    assert isinstance(common_delta, float)
     squared_distances = posterior.squared_distances()
     block_deltas = torch.zeros(len(fitted.parameters.blocks), dtype=torch.float64)
     rows: list[Row] = []
@@ -176,7 +176,7 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
         delta = spectrum.best_delta(low, high)
         if delta == low:
             without_curvature.append(name)
-            delta = together
+            delta = common_delta
         elif delta == high:
             without_distance[name] = high
         block_deltas[block_indices] = delta
@@ -189,12 +189,12 @@ def tune_groups(fitted: FittedPosterior, per: str) -> Tuning:
             }
         )
     value = float(fitted.log_marginal_likelihood(block_deltas))
-    notes = tuple(_notes_on_groups(without_curvature, without_distance, together))
+    notes = tuple(_notes_on_groups(without_curvature, without_distance, common_delta))
     return Tuning(block_deltas.tolist(), LOG_EVIDENCE, value, rows, notes=notes)
 
 
 def _notes_on_groups(
-    without_curvature: Sequence[str], without_distance: Mapping[str, float], together: float
+    without_curvature: Sequence[str], without_distance: Mapping[str, float], common_delta: float
 ) -> Iterator[str]:
     """Explain the prior precisions of groups for which there is no optimum.
 
@@ -202,14 +202,14 @@ def _notes_on_groups(
         without_curvature: The groups without curvature.
         without_distance: For each group whose parameters equal the prior mean, the end of the
             search range.
-        together: The best prior precision for all groups together.
+        common_delta: The best prior precision for all groups together.
     """
     if without_curvature:
         yield (
             f"{', '.join(without_curvature)}: there is almost no curvature, so the data do not "
             "determine the prior precision. (The marginal likelihood keeps increasing as the prior "
             "precision approaches 0.) The prior precision is set to the best value for all "
-            f"parameters together, {together:.3g}."
+            f"parameters together, {common_delta:.3g}."
         )
     if without_distance:
         ends = ", ".join(f"{end:g}" for end in sorted(set(without_distance.values())))

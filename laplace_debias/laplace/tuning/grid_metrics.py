@@ -201,7 +201,8 @@ def _brier_terms(
         return torch.zeros(0, num_links, dtype=torch.float64, device=labels.device)
     values = probabilities_or_means(predicted)[targets.counted.repeat(num_links)]
     labels = labels.repeat(num_links, *[1] * (labels.ndim - 1))
-    probs, labels = check_classification(*classified(values, labels))
+    probs, labels = classified(values, labels)
+    probs, labels = check_classification(probs, labels)
     return (probs - one_hot(labels, probs.shape[1])).double().square().sum(1).view(num_links, -1).T
 
 
