@@ -192,7 +192,7 @@ def _tridiagonal(
         The diagonals `[p, steps]` and the off-diagonals `[p, steps - 1]`, both in float64, and the
         bases `[p, steps, n]`.
     """
-    current = start.T
+    current = start.T  # The last vector of each basis, `[p, n]`.
     basis = start.new_zeros(len(current), num_steps, current.shape[1])
     alphas = start.new_zeros(len(current), num_steps, dtype=torch.float64)
     betas = start.new_zeros(len(current), num_steps - 1, dtype=torch.float64)
@@ -208,25 +208,44 @@ def _tridiagonal(
             # By symmetry, the coordinate along the previous vector is the last off-diagonal entry.
             difference = coordinates[:, step - 1] - betas[:, step - 1]
             check_symmetric(products.operator, difference.abs(), scale, floor)
-        # Sum in double precision. If the eigenvalues are similar, all terms have the same sign, so
-        # in single precision, their rounding errors would accumulate in one direction.
-        precise = current.double()
-        squared_lengths = torch.linalg.vecdot(precise, precise)
-        quotients = torch.linalg.vecdot(precise, images.double()) / squared_lengths
-        alphas[:, step] = torch.where(squared_lengths > 0, quotients, 0)
+        alphas[:, step] = _rayleigh_quotients(current, images)
         if step == num_steps - 1:
             break
-        residuals = images - (coordinates[:, None] @ basis_so_far)[:, 0]
-        # Project twice more, because rounding errors leave components along the basis.
-        for _ in range(2):
-            remaining_coordinates = basis_so_far @ residuals[:, :, None]
-            residuals = residuals - (remaining_coordinates.mT @ basis_so_far)[:, 0]
+        residuals = _outside_basis(images, coordinates, basis_so_far)
         norms = column_norms(residuals.T).to(residuals)
         norms = torch.where(norms > 10 * eps * scale, norms, torch.zeros_like(norms))
         betas[:, step] = norms
         unit = residuals / norms[:, None]
         current = torch.where(norms[:, None] > 0, unit, torch.zeros_like(unit))
     return alphas, betas, basis
+
+
+def _rayleigh_quotients(
+    vectors: Float[Tensor, "probes n"], images: Float[Tensor, "probes n"]
+) -> Float[Tensor, " probes"]:
+    """Compute vᵀAv / vᵀv for each vector v and its image Av, and 0 for v = 0.
+
+    The sums are in double precision. If the eigenvalues are similar, all terms have the same sign,
+    so in single precision, their rounding errors would accumulate in one direction.
+    """
+    precise = vectors.double()
+    squared_lengths = torch.linalg.vecdot(precise, precise)
+    quotients = torch.linalg.vecdot(precise, images.double()) / squared_lengths
+    return torch.where(squared_lengths > 0, quotients, 0)
+
+
+def _outside_basis(
+    vectors: Float[Tensor, "probes n"],
+    coordinates: Float[Tensor, "probes steps"],
+    basis: Float[Tensor, "probes steps n"],
+) -> Float[Tensor, "probes n"]:
+    """Subtract from each vector its part in the span of its basis, given its coordinates."""
+    residuals = vectors - (coordinates[:, None] @ basis)[:, 0]
+    # Project twice more, because rounding errors leave components along the basis.
+    for _ in range(2):
+        remaining_coordinates = basis @ residuals[:, :, None]
+        residuals = residuals - (remaining_coordinates.mT @ basis)[:, 0]
+    return residuals
 
 
 def _decompose_tridiagonal(
