@@ -13,8 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.layers.calls import ModuleCall
-from laplace_debias.curvature.layers.example_dims import has_form
+from laplace_debias.curvature.layers.example_dims import has_same_examples_dim
 from laplace_debias.curvature.network.inputs import Inputs
+
+# Takes the place of a dimension of the examples that is unclear; None means that all examples share
+# the value.
+_UNCLEAR = -1
 
 
 @dataclass(frozen=True)
@@ -38,41 +42,44 @@ class CallForm:
     copied_outputs: list[int]
 
     @classmethod
-    def compare(cls, call: ModuleCall, doubled: ModuleCall, batch: int) -> "CallForm | None":
+    def compare(cls, call: ModuleCall, doubled: ModuleCall, num_examples: int) -> "CallForm | None":
         """Derive the form from a call for a batch and a call for the batch with doubled examples.
 
         The result is None if the dimensions of the examples remain unclear.
         """
         if len(call.leaves) != len(doubled.leaves) or len(call.outputs) != len(doubled.outputs):
             return None
-        dims = [_growing(a, b, batch) for a, b in zip(call.leaves, doubled.leaves, strict=True)]
+        leaves = zip(call.leaves, doubled.leaves, strict=True)
+        dims = [_dim_of_examples(leaf, doubled_leaf, num_examples) for leaf, doubled_leaf in leaves]
         output_dims: list[int] = []
         copied_outputs: list[int] = []
         for index, (z, doubled_z) in enumerate(zip(call.outputs, doubled.outputs, strict=True)):
-            dim = _growing(z, doubled_z, batch)
+            dim = _dim_of_examples(z, doubled_z, num_examples)
             if dim is None:
                 if z.shape[:1] != (1,):
                     return None
                 copied_outputs.append(index)
                 dim = 0
             output_dims.append(dim)
-        if _NO_DIM in (*dims, *output_dims) or not output_dims:
+        if _UNCLEAR in (*dims, *output_dims) or not output_dims:
             return None
         return cls(_shapes(call), dims, output_dims, copied_outputs)
 
-    def fits(self, call: ModuleCall, batch: int) -> bool:
+    def fits(self, call: ModuleCall, num_examples: int) -> bool:
         """Return whether another call has this form, up to the numbers of positions."""
         shapes = _shapes(call)
         if len(shapes) != len(self.shapes):
             return False
-        dims: list[int | None] = [*self.dims, *self.output_dims]
+        # Before it is copied, an output that all examples share has no dimension of the examples.
+        dims_before_copies: list[int | None] = [*self.output_dims]
         for index in self.copied_outputs:
-            dims[len(self.dims) + index] = None
+            dims_before_copies[index] = None
+        dims = [*self.dims, *dims_before_copies]
         for shape, own_shape, dim in zip(shapes, self.shapes, dims, strict=True):
             if shape is None or own_shape is None:
                 if shape is not own_shape:
                     return False
-            elif not has_form(shape, own_shape, dim, batch):
+            elif not has_same_examples_dim(shape, own_shape, dim, num_examples):
                 return False
         return True
 
@@ -82,20 +89,25 @@ def _shapes(call: ModuleCall) -> list[torch.Size | None]:
     return [value.shape if isinstance(value, Tensor) else None for value in values]
 
 
-_NO_DIM = -1
+def _dim_of_examples(value: Any, doubled: Any, num_examples: int) -> int | None:
+    """Return the dimension of the examples, None if all share a value, or `_UNCLEAR`.
 
-
-def _growing(value: Any, doubled: Any, batch: int) -> int | None:
-    """Return the dimension of the examples, None if all share a value, or `_NO_DIM` if unclear."""
+    Args:
+        value: The value for a batch.
+        doubled: The value for a batch of two copies of each example.
+        num_examples: The number of examples of the first batch.
+    """
     if not isinstance(value, Tensor) or not isinstance(doubled, Tensor):
-        return None if type(value) is type(doubled) else _NO_DIM
+        return None if type(value) is type(doubled) else _UNCLEAR
     if value.shape == doubled.shape:
         return None
     if value.ndim != doubled.ndim:
-        return _NO_DIM
+        return _UNCLEAR
     sizes = list(zip(value.shape, doubled.shape, strict=True))
-    dims = [dim for dim, (size, doubled_size) in enumerate(sizes) if size != doubled_size]
-    return dims[0] if len(dims) == 1 and sizes[dims[0]] == (batch, 2 * batch) else _NO_DIM
+    growing_dims = [dim for dim, (size, doubled_size) in enumerate(sizes) if size != doubled_size]
+    if len(growing_dims) > 1 or sizes[growing_dims[0]] != (num_examples, 2 * num_examples):
+        return _UNCLEAR
+    return growing_dims[0]
 
 
 # The calls, by the module's path and the index of the call among the module's calls.
@@ -121,7 +133,7 @@ class CallRecorder:
                 self._loops.add(path)
         self._forms: CallForms = {}
 
-    def hook(self, batch: int) -> tuple[list[RemovableHandle], RecordedCalls]:
+    def hook(self, num_examples: int) -> tuple[list[RemovableHandle], RecordedCalls]:
         """Hook the modules for one forward pass.
 
         Returns:
@@ -148,7 +160,7 @@ class CallRecorder:
         def end(_: nn.Module, __: Any, ___: Any, output: Any) -> Any:
             # Inner calls end before outer calls, so the call that ends is the last unfinished one.
             key = unfinished.pop()
-            return self._record_outputs(calls[key], self._forms.get(key, ()), output, batch)
+            return self._record_outputs(calls[key], self._forms.get(key, ()), output, num_examples)
 
         for path in filter(None, self.paths):
             module = self._network.get_submodule(path)
@@ -161,7 +173,7 @@ class CallRecorder:
         return handles, calls
 
     def _record_outputs(
-        self, call: ModuleCall, forms: Sequence[CallForm], output: Any, batch: int
+        self, call: ModuleCall, forms: Sequence[CallForm], output: Any, num_examples: int
     ) -> Any:
         """Record the outputs of a call that ends, as leaves of a graph if they need no gradient.
 
@@ -173,13 +185,13 @@ class CallRecorder:
         call.outputs = [
             leaf for leaf, is_tensor in zip(leaves, is_output, strict=True) if is_tensor
         ]
-        form = next((form for form in forms if form.fits(call, batch)), None)
+        form = next((form for form in forms if form.fits(call, num_examples)), None)
         if form is not None:
             call.dims = form.dims
             call.output_dims = form.output_dims
             for index in form.copied_outputs:
                 z = call.outputs[index]
-                call.outputs[index] = z.expand(batch, *z.shape[1:]).clone()
+                call.outputs[index] = z.expand(num_examples, *z.shape[1:]).clone()
         call.outputs = [z if z.requires_grad else z.detach().requires_grad_() for z in call.outputs]
         # The forward pass continues with copies, which it may overwrite.
         outputs = iter([z.clone() for z in call.outputs])
@@ -189,7 +201,7 @@ class CallRecorder:
         ]
         return pytree.tree_unflatten(returned_outputs, structure)
 
-    def learn(self, batch: int, calls: RecordedCalls, doubled: RecordedCalls) -> bool:
+    def learn(self, num_examples: int, calls: RecordedCalls, doubled: RecordedCalls) -> bool:
         """Learn the forms of calls from a batch and from the same batch with doubled examples.
 
         Returns:
@@ -198,8 +210,8 @@ class CallRecorder:
         has_more_copies = False
         for key in calls.keys() & doubled.keys():
             forms = self._forms.setdefault(key, [])
-            if not any(form.fits(calls[key], batch) for form in forms):
-                form = CallForm.compare(calls[key], doubled[key], batch)
+            if not any(form.fits(calls[key], num_examples) for form in forms):
+                form = CallForm.compare(calls[key], doubled[key], num_examples)
                 if form is not None:
                     forms.append(form)
                     has_more_copies |= bool(form.copied_outputs)

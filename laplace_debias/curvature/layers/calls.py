@@ -32,11 +32,16 @@ Parameters = Mapping[str, Tensor]
 class ModuleCall:
     """One call of a module, which can be run again for some of its examples.
 
-    `leaves` and `structure` are the leaves and the structure of the tree of the call's arguments:
-    `(args, kwargs)`, or the inputs for the network itself, whose path is `""`. `outputs` are the
-    outputs that are floating-point tensors. `dims` and `output_dims` are the dimensions of the
-    examples, or None for tensors that all examples share. `loops` are the paths of modules that
-    `vmap` cannot run; modules with which it fails are added.
+    Attributes:
+        path: The path of the module; `""` for the network itself.
+        module: The module.
+        leaves: The leaves of the tree of the call's arguments, `(args, kwargs)`, or of the inputs
+            for the network itself.
+        structure: The structure of this tree.
+        loops: The paths of modules that `vmap` cannot run; modules with which it fails are added.
+        outputs: The outputs that are floating-point tensors.
+        dims: For each leaf, the dimension of the examples, or None if all examples share it.
+        output_dims: The dimension of the examples in each output.
     """
 
     path: str
@@ -79,13 +84,13 @@ class ReplayedCalls:
         network: nn.Module,
         calls: Sequence[tuple[ModuleCall, Sequence[Tensor | None]]],
         names: Sequence[str],
-        batch: int,
+        num_examples: int,
     ) -> None:
         self._network = network
         self._calls = calls
         self._names = list(names)
         self._small_rows: dict[str, Tensor] = {}
-        self.num_examples = batch
+        self.num_examples = num_examples
         gradients = [g for _, call_gradients in calls for g in call_gradients if g is not None]
         self.num_columns = len(gradients[0])
 
@@ -109,13 +114,18 @@ class ReplayedCalls:
     def _jacobian_rows(self, names: Sequence[str], examples: slice) -> dict[str, Tensor]:
         """Compute the Jacobian rows of given parameters for given examples, `[K, b, size]`."""
         total: dict[str, Tensor] = {}
+        parameters = {name: self._network.get_parameter(name) for name in names}
         for module_call, gradients in self._calls:
-            inner = {id(p): n for n, p in module_call.module.named_parameters()}
-            parameters = {n: self._network.get_parameter(n) for n in names}
-            read = {n: inner[id(p)] for n, p in parameters.items() if id(p) in inner}
-            values = {read[n]: parameters[n].detach() for n in read}
+            # The names of the parameters in the called module, which need not have all of them.
+            names_by_id = {id(p): name for name, p in module_call.module.named_parameters()}
+            inner_names = {
+                name: names_by_id[id(parameter)]
+                for name, parameter in parameters.items()
+                if id(parameter) in names_by_id
+            }
+            values = {inner: parameters[name].detach() for name, inner in inner_names.items()}
             jacobians = _gradients_of_call(module_call, values, gradients, examples)
-            for name, inner_name in read.items():
+            for name, inner_name in inner_names.items():
                 # Rows are flattened after the first dimensions, because a parameter may be a number
                 # without dimensions.
                 J = jacobians[inner_name]
@@ -189,30 +199,43 @@ def _gradients_one_by_one(
     call: ModuleCall, parameters: Parameters, cotangents: Mapping[int, Tensor], examples: slice
 ) -> dict[str, Tensor]:
     """Compute gradients of the given examples, `[K, b, ...]`, one example and column at a time."""
-    rows: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    num_columns = len(next(iter(cotangents.values())))
+    rows_by_example = []
     for index in range(examples.stop - examples.start):
         start = examples.start + index
-        values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-        with torch.enable_grad():
-            outputs = call.run(values, call.select_examples(slice(start, start + 1)))
-        # An example may take a path that reads none of the parameters. Its gradient is then zero.
-        reached = {i: g for i, g in cotangents.items() if outputs[i].requires_grad}
-        gradients_by_column = []
-        for column in range(num_columns):
-            gradients: Sequence[Tensor | None] = [None] * len(values)
-            if reached:
-                gradients = torch.autograd.grad(
-                    [outputs[i] for i in reached],
-                    list(values.values()),
-                    [g[column, index] for g in reached.values()],
-                    retain_graph=column + 1 < num_columns,
-                    allow_unused=True,
-                )
-            gradients_by_column.append(gradients)
-        for position, (name, value) in enumerate(values.items()):
-            columns = [gradients[position] for gradients in gradients_by_column]
-            rows[name].append(
-                torch.stack([torch.zeros_like(value) if g is None else g for g in columns])
+        example_cotangents = {output: g[:, index] for output, g in cotangents.items()}
+        example = slice(start, start + 1)
+        rows_by_example.append(_gradients_of_example(call, parameters, example_cotangents, example))
+    return {
+        name: torch.stack([rows[name] for rows in rows_by_example], 1).detach()
+        for name in parameters
+    }
+
+
+def _gradients_of_example(
+    call: ModuleCall, parameters: Parameters, cotangents: Mapping[int, Tensor], example: slice
+) -> dict[str, Tensor]:
+    """Compute gradients of a single example, `[K, ...]`, one column at a time."""
+    values = {name: value.detach().requires_grad_() for name, value in parameters.items()}
+    with torch.enable_grad():
+        outputs = call.run(values, call.select_examples(example))
+    # An example may take a path that reads none of the parameters. Its gradient is then zero.
+    reached = {output: g for output, g in cotangents.items() if outputs[output].requires_grad}
+    num_columns = len(next(iter(cotangents.values())))
+    gradients_by_column: list[Sequence[Tensor | None]] = []
+    for column in range(num_columns):
+        gradients: Sequence[Tensor | None] = [None] * len(values)
+        if reached:
+            gradients = torch.autograd.grad(
+                [outputs[output] for output in reached],
+                list(values.values()),
+                [g[column] for g in reached.values()],
+                retain_graph=column + 1 < num_columns,
+                allow_unused=True,
             )
-    return {name: torch.stack(by_example, 1).detach() for name, by_example in rows.items()}
+        gradients_by_column.append(gradients)
+    rows = {}
+    for (name, value), columns in zip(
+        values.items(), zip(*gradients_by_column, strict=True), strict=True
+    ):
+        rows[name] = torch.stack([torch.zeros_like(value) if g is None else g for g in columns])
+    return rows

@@ -64,19 +64,34 @@ class ExampleDims:
                     dims.merged[path] = num_merged
         return dims
 
-    def is_clear(self, path: str, shape: torch.Size, batch: int) -> bool:
+    def is_clear(self, path: str, shape: torch.Size, num_examples: int) -> bool:
         """Return whether the examples of an embedding's input lie in the expected dimension."""
+        if path not in self.shapes:
+            return True
         dim = None if path in self.shared else 0
-        shapes = self.shapes.get(path)
-        return shapes is None or any(has_form(shape, earlier, dim, batch) for earlier in shapes)
+        return any(
+            has_same_examples_dim(shape, earlier_shape, dim, num_examples)
+            for earlier_shape in self.shapes[path]
+        )
 
 
-def has_form(shape: torch.Size, own_shape: torch.Size, dim: int | None, batch: int) -> bool:
-    """Return whether the examples of two tensors certainly lie in the same dimension."""
-    if len(shape) != len(own_shape):
+def has_same_examples_dim(
+    shape: torch.Size, earlier_shape: torch.Size, dim: int | None, num_examples: int
+) -> bool:
+    """Return whether the examples of a tensor certainly lie in the dimension of an earlier tensor.
+
+    Args:
+        shape: The tensor's shape.
+        earlier_shape: The shape of the earlier tensor.
+        dim: The dimension of the examples in the earlier tensor; None if the examples shared it.
+        num_examples: The number of examples of the tensor.
+    """
+    if len(shape) != len(earlier_shape):
         return False
     if dim is not None:
-        return shape[dim] == batch
-    # An argument that all examples shared may now have an entry for each example.
-    sizes = zip(shape, own_shape, strict=True)
-    return batch == 1 or not any(size == batch != own_size for size, own_size in sizes)
+        return shape[dim] == num_examples
+    if num_examples == 1:
+        return True
+    # A tensor that all examples shared may now have an entry for each example.
+    sizes = zip(shape, earlier_shape, strict=True)
+    return not any(size == num_examples != earlier_size for size, earlier_size in sizes)

@@ -1,6 +1,7 @@
 """A forward pass of a tapped network whose outputs can be differentiated at the tapped layers."""
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -196,23 +197,20 @@ class ForwardPass:
         """Return the record of the first block of every site that is reached."""
         targets = self._targets.copy()
         for layer_call in self.layer_calls:
-            if Site((layer_call.layer,)) == skipped:
+            if layer_call.site == skipped:
                 targets.pop(id(layer_call.z), None)
         gradients = self._gradients(tensor, targets, columns, keep_graph)
-        inputs: dict[Site, list[Tensor]] = {}
-        output_gradients: dict[Site, list[Tensor]] = {}
+        reached_calls: dict[Site, list[LayerCall]] = defaultdict(list)
         for layer_call in self.layer_calls:
             if id(layer_call.z) in gradients:
-                site = Site((layer_call.layer,))
-                inputs.setdefault(site, []).append(layer_call.x)
-                output_gradients.setdefault(site, []).append(gradients[id(layer_call.z)])
+                reached_calls[layer_call.site].append(layer_call)
         records: dict[Site, BlockRecord] = {}
         for site, layer in self.sites.layers.items():
             first_block = self.sites.blocks[site][0]
-            if site in inputs:
-                records[site] = BlockRecord(
-                    first_block, layer, inputs[site], output_gradients[site]
-                )
+            if site in reached_calls:
+                inputs = [layer_call.x for layer_call in reached_calls[site]]
+                output_gradients = [gradients[id(call.z)] for call in reached_calls[site]]
+                records[site] = BlockRecord(first_block, layer, inputs, output_gradients)
             replayed = self._replayed_calls(site, gradients)
             if replayed is not None:
                 records[site] = BlockRecord(first_block, layer, replayed=replayed)

@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from laplace_debias.curvature.layer_rules import layer_rule
+from laplace_debias.curvature.layer_rules import Site, layer_rule
 from laplace_debias.curvature.layers.example_dims import ExampleDims
 from laplace_debias.curvature.network.inputs import without_subclass
 
@@ -72,6 +72,16 @@ class LayerCall:
     z: LayerOutput
     version: int
 
+    @property
+    def site(self) -> Site:
+        """The site of the layer or the parameter."""
+        return Site((self.layer,))
+
+
+def first_argument(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Return the first argument of a call, which may have been passed by position or by name."""
+    return args[0] if args else next(iter(named.values()))
+
 
 class LayerRecorder:
     """A recorder of the inputs and outputs of layers in one forward pass.
@@ -117,7 +127,7 @@ class LayerRecorder:
         output: Any,
     ) -> Any:
         """Record a call, and return the output with which the forward pass continues."""
-        x = inputs[0] if inputs else next(iter(named.values()))
+        x = first_argument(inputs, named)
         if not isinstance(x, Tensor) or not isinstance(output, Tensor):
             # The layer is of a subclass with its own forward pass, such as a router of experts that
             # derives from a linear layer. Its parameters are measured at its calls.
@@ -130,16 +140,16 @@ class LayerRecorder:
         if self._has_graph and not output.requires_grad:
             # The recorded graph begins at the output of the first tapped layer.
             output = output.detach().requires_grad_()
-        merged = self._dims.merged.get(path, 1)
-        is_merged = merged > 1 and len(x) == merged * self._num_examples
+        num_merged = self._dims.merged.get(path, 1)
         recorded_x = without_subclass(x.detach())
         z = output
-        if is_merged:
+        returned_output = output
+        if num_merged > 1 and len(x) == num_merged * self._num_examples:
             # Windows or frames that are merged into the examples count as positions of an example.
-            recorded_x = recorded_x.unflatten(0, (self._num_examples, merged))
-            z = z.unflatten(0, (self._num_examples, merged))
+            recorded_x = recorded_x.unflatten(0, (self._num_examples, num_merged))
+            z = z.unflatten(0, (self._num_examples, num_merged))
+            returned_output = z.flatten(0, 1)
         self.layer_calls.append(LayerCall(path, recorded_x, LayerOutput.from_tensor(z), x._version))
-        returned_output = z.flatten(0, 1) if is_merged else z
         if self._has_graph and (returned_output.is_leaf or returned_output._is_view()):
             # The forward pass may overwrite the tensor, so pass on a copy: a leaf must not be
             # overwritten, and an overwritten view would move to a different place in the graph.
@@ -158,20 +168,31 @@ def _hook_within(
     layer: nn.Module, inside: nn.Module, record: Callable[..., Any]
 ) -> list[RemovableHandle]:
     """Record what a normalisation passes to a layer inside it, such as its activation."""
-    # The call of the outer layer that has begun; at most one entry.
-    began: list[tuple[Any, ...]] = []
+    # The arguments of the call of the outer layer that has begun; at most one entry.
+    begun_calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def begin(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        began[:] = [(layer, inputs, named)]
+        begun_calls[:] = [(inputs, named)]
 
-    def end(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        # Other modules may share the layer inside. For their calls, `began` is empty.
-        return record(*began.pop(), *inputs) if began and len(inputs) == 1 else None
+    def end(_: nn.Module, args: tuple[Any, ...]) -> Any:
+        # Other modules may share the layer inside, and call it while no outer call has begun.
+        if not begun_calls or len(args) != 1:
+            return None
+        inputs, named = begun_calls.pop()
+        (output,) = args
+        return record(layer, inputs, named, output)
 
     return [
         layer.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
         inside.register_forward_pre_hook(end, prepend=True),
     ]
+
+
+class _Operand(NamedTuple):
+    """An operand, and the tensor or number by which the operation multiplies it."""
+
+    value: Any
+    factor: Any
 
 
 class OperandRecorder(TorchFunctionMode):
@@ -194,65 +215,89 @@ class OperandRecorder(TorchFunctionMode):
         """Run an operation, and record it if it multiplies by a parameter or adds a parameter."""
         named = {} if kwargs is None else kwargs
         output = func(*args, **named)
-        operands: list[tuple[Any, Any]] = []
+        operands: list[_Operand] = []
         match getattr(func, "__name__", ""):
             case "mul" | "multiply" if len(args) == 2 and not named:
-                operands = [args, args[::-1]]
+                first, second = args
+                operands = [_Operand(first, factor=second), _Operand(second, factor=first)]
             case "add" if len(args) == 2 and not named:
-                operands = [(operand, None) for operand in args]
+                operands = [_Operand(value, factor=1.0) for value in args]
             case "layer_norm" | "rms_norm" if named.get("weight") is not None:
                 with torch.no_grad():
                     normalised = func(*args[:2], eps=named["eps"])
-                operands = [(named["weight"], normalised), (named.get("bias"), None)]
-        parameters = [pair for pair in operands if self._is_parameter(pair[0], output)]
-        return self._record_operands(parameters, output) if parameters else output
+                operands = [
+                    _Operand(named["weight"], factor=normalised),
+                    _Operand(named.get("bias"), factor=1.0),
+                ]
+        operands = [operand for operand in operands if self._is_parameter(operand.value, output)]
+        return self._record_operands(operands, output) if operands else output
 
-    def _is_parameter(self, operand: Any, output: Tensor) -> bool:
-        """Whether an operand is a whole parameter in its own order that all examples share."""
-        if not isinstance(operand, Tensor) or not operand.ndim <= output.ndim > 0:
+    def _is_parameter(self, value: Any, output: Tensor) -> bool:
+        """Whether a value is a whole parameter in its own order that all examples share."""
+        if not isinstance(value, Tensor) or not value.ndim <= output.ndim > 0:
             return False
-        parameter = operand if operand._base is None else operand._base
-        is_all = operand.numel() == parameter.numel() and operand.is_contiguous()
-        is_common = operand.ndim < output.ndim or operand.shape[0] == 1
+        parameter = _viewed_tensor(value)
+        is_all = value.numel() == parameter.numel() and value.is_contiguous()
+        is_common = value.ndim < output.ndim or value.shape[0] == 1
         return id(parameter) in self._names and is_all and is_common
 
-    def _record_operands(self, operands: list[tuple[Any, Any]], output: Tensor) -> Tensor:
+    def _record_operands(self, operands: list["_Operand"], output: Tensor) -> Tensor:
         """Record an operation for each parameter in it; return the output to continue with.
 
         The recorded tensors are `[B, positions, size]`, with the dimensions of the parameters
         flattened into the last one.
 
         Args:
-            operands: Parameters with the factors that multiply them; the factor None means 1.
+            operands: The operands that are parameters.
             output: The output of the operation.
         """
         # All parameters of an operation have the same shape.
-        first_parameter = operands[0][0]
-        num_broadcast = output.ndim - first_parameter.ndim
-        position_dims = list(range(num_broadcast))
-        parameter_dims = []
-        for dim in range(num_broadcast, output.ndim):
-            if first_parameter.shape[dim - num_broadcast] > 1:
-                parameter_dims.append(dim)
-            else:
-                position_dims.append(dim)
-        order = position_dims + parameter_dims
-
-        def rows(x: Tensor) -> Float[Tensor, "batch positions size"]:
-            return x.permute(order).reshape(len(x), -1, first_parameter.numel())
-
-        z = rows(output)
+        layout = _RowLayout(output.shape, operands[0].value.shape)
+        z = layout.to_rows(output)
         if not z.requires_grad:
             z = z.detach().requires_grad_()
         layer_output = LayerOutput.from_tensor(z)
-        for operand, factor in operands:
+        for parameter, factor in operands:
             if not isinstance(factor, Tensor):
-                factor = output.new_full((), 1.0 if factor is None else factor)
-            parameter = operand if operand._base is None else operand._base
-            x = rows(without_subclass(factor.detach()).expand(output.shape))
-            name = self._names[id(parameter)]
+                factor = output.new_full((), factor)
+            x = layout.to_rows(without_subclass(factor.detach()).expand(output.shape))
+            name = self._names[id(_viewed_tensor(parameter))]
             self._layer_calls.append(LayerCall(name, x, layer_output, x._version))
         # The forward pass continues with a copy, which it may overwrite.
-        permuted = z.clone().reshape([output.shape[dim] for dim in order])
-        inverse_order = sorted(range(output.ndim), key=order.__getitem__)
+        return layout.from_rows(z.clone())
+
+
+def _viewed_tensor(tensor: Tensor) -> Tensor:
+    """Return the tensor of which a tensor is a view, or the tensor itself if it is no view."""
+    return tensor if tensor._base is None else tensor._base
+
+
+class _RowLayout:
+    """The layout of an operation's output as rows, `[B, positions, size]`.
+
+    A row has the entries that one copy of the parameter affects. The parameter is copied along the
+    dimensions that it lacks or in which it has size 1, which become the positions.
+
+    Args:
+        shape: The shape of the output, whose first dimension is the examples.
+        parameter_shape: The shape of the parameter.
+    """
+
+    def __init__(self, shape: torch.Size, parameter_shape: torch.Size) -> None:
+        num_missing = len(shape) - len(parameter_shape)
+        padded_shape = (*(1,) * num_missing, *parameter_shape)
+        copied_dims = [dim for dim, size in enumerate(padded_shape) if size <= 1]
+        parameter_dims = [dim for dim, size in enumerate(padded_shape) if size > 1]
+        self._order = copied_dims + parameter_dims
+        self._shape = shape
+        self._size = parameter_shape.numel()
+
+    def to_rows(self, x: Tensor) -> Float[Tensor, "batch positions size"]:
+        """Rearrange a tensor of the output's shape."""
+        return x.permute(self._order).reshape(len(x), -1, self._size)
+
+    def from_rows(self, rows: Float[Tensor, "batch positions size"]) -> Float[Tensor, "*shape"]:
+        """Invert `to_rows`."""
+        permuted = rows.reshape([self._shape[dim] for dim in self._order])
+        inverse_order = sorted(range(len(self._shape)), key=self._order.__getitem__)
         return permuted.permute(inverse_order)

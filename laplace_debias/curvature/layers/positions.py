@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from laplace_debias.curvature.layer_rules import Block, LayerRule, Site, layer_rule
 from laplace_debias.curvature.layers.gates import POINTWISE
-from laplace_debias.curvature.layers.layer_calls import LayerCall, LayerOutput
+from laplace_debias.curvature.layers.layer_calls import LayerCall, LayerOutput, first_argument
 from laplace_debias.curvature.layers.records import Masks
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.cotangents import Cotangents
@@ -320,10 +320,12 @@ class _IdlePositions:
         length = call.has_gradient.shape[1]
         idle = torch.zeros_like(call.has_gradient) | ~self.reached[call.path].unsqueeze(1)
         if self.ignored is not None:
-            # If the layer has other positions than the outputs, only examples without any output
-            # that counts are left out.
-            has_positions_of_outputs = self.ignored.shape[1] == length
-            idle |= self.ignored if has_positions_of_outputs else self.ignored.all(1, keepdim=True)
+            if self.ignored.shape[1] == length:
+                idle |= self.ignored
+            else:
+                # The layer has other positions than the outputs, so only examples without any
+                # output that counts are left out.
+                idle |= self.ignored.all(1, keepdim=True)
         if not self.may_hold_padding:
             return idle
         if length in self.padding:
@@ -359,7 +361,7 @@ class _Pass:
         self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
     ) -> Any:
         """Record the call of a layer without blocks; return the output for the rest of the pass."""
-        x = inputs[0] if inputs else next(iter(named.values()))
+        x = first_argument(inputs, named)
         if not isinstance(x, Tensor) or not isinstance(output, Tensor):
             return output
         if not output.requires_grad:
@@ -416,7 +418,7 @@ class _Pass:
         outputs = forward_pass.outputs
         calls: list[_RecordedCall] = []
         for call in forward_pass.layer_calls:
-            layer = self._tap.layers[Site((call.layer,))]
+            layer = self._tap.layers[call.site]
             calls.append(_RecordedCall(call.layer, layer, call.x, call.z))
         for call_without_block in self._calls_without_block:
             shape = call_without_block.z.shape
@@ -481,7 +483,9 @@ def _related_calls(
     marks_by_node: dict[Any, Bool[np.ndarray, " calls"]] = {}
 
     def mark(node: Any, marks: Bool[np.ndarray, " calls"]) -> None:
-        marks_by_node[node] = marks_by_node[node] | marks if node in marks_by_node else marks
+        if node in marks_by_node:
+            marks = marks_by_node[node] | marks
+        marks_by_node[node] = marks
 
     addresses = np.array([call.x.data_ptr() for call in calls])
     for call, address in zip(calls, addresses, strict=True):

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -11,11 +11,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from laplace_debias.curvature.layer_rules import Block, Site, layer_rule
-from laplace_debias.curvature.layers.call_recorder import CallRecorder, RecordedCalls
+from laplace_debias.curvature.layers.call_recorder import CallForms, CallRecorder, RecordedCalls
 from laplace_debias.curvature.layers.calls import ModuleCall
 from laplace_debias.curvature.layers.example_dims import ExampleDims
 from laplace_debias.curvature.layers.forward_pass import ForwardPass, TappedSites
-from laplace_debias.curvature.layers.layer_calls import LayerRecorder, OperandRecorder
+from laplace_debias.curvature.layers.layer_calls import (
+    LayerRecorder,
+    OperandRecorder,
+    first_argument,
+)
 from laplace_debias.curvature.network.calling import call
 from laplace_debias.curvature.network.inputs import Inputs, num_examples, take, tensors_of
 from laplace_debias.curvature.network.precision import NARROW
@@ -120,13 +124,13 @@ class Tap:
 
     def _run(self, x: Inputs, graph: bool) -> "_Recording":
         """Run the network once with hooks on all sites, and restore the attributes it changes."""
-        batch = num_examples(x)
+        size = num_examples(x)
         saved_attributes = self._saved_attributes or SavedAttributes(self._modules)
         handles: list[RemovableHandle] = []
         module_calls: RecordedCalls = {}
         if self._recorder is not None:
-            handles, module_calls = self._recorder.hook(batch)
-        layer_recorder = LayerRecorder(self._dims, batch, graph)
+            handles, module_calls = self._recorder.hook(size)
+        layer_recorder = LayerRecorder(self._dims, size, graph)
         for path, layer in self._sites.hooked_layers:
             handles += layer_recorder.hook(path, layer)
         layer_calls = layer_recorder.layer_calls
@@ -150,7 +154,7 @@ class Tap:
         forward_pass = ForwardPass(
             self._sites,
             outputs,
-            batch,
+            size,
             layer_calls=layer_calls,
             module_calls=complete_calls,
             returned_outputs=layer_recorder.returned_outputs,
@@ -160,7 +164,7 @@ class Tap:
 
     def _faults(self, recording: "_Recording") -> dict[Site, Exception]:
         """Collect the faults at the sites of a forward pass."""
-        batch = recording.forward_pass.num_examples
+        size = recording.forward_pass.num_examples
         faults: dict[Site, Exception] = {}
         for path in self._dims.uncopied:
             faults[Site((path,))] = NotImplementedError(
@@ -171,14 +175,12 @@ class Tap:
             )
         for layer_call in recording.forward_pass.layer_calls:
             if layer_call.x._version != layer_call.version:
-                faults[Site((layer_call.layer,))] = NotImplementedError(
+                faults[layer_call.site] = NotImplementedError(
                     f"The forward pass overwrites the input of {layer_call.layer} in place "
                     "(`+=`, `relu_`, ...). Use the out-of-place operation in the forward pass."
                 )
-            elif len(layer_call.x) != batch:
-                faults[Site((layer_call.layer,))] = not_batched(
-                    layer_call.layer, layer_call.x, batch
-                )
+            elif len(layer_call.x) != size:
+                faults[layer_call.site] = not_batched(layer_call.layer, layer_call.x, size)
         for site in self.layers:
             if site.is_call and recording.merged_paths.intersection(site.paths):
                 faults[site] = NotImplementedError(
@@ -196,26 +198,17 @@ class Tap:
         called = {layer_call.layer for layer_call in forward_pass.layer_calls}
         called |= {module_call.path for module_call in forward_pass.module_calls}
         called |= recording.merged_paths
-        idle = [site for site in self.layers if called.isdisjoint(site.paths)]
-        idle = [site for site in idle if site not in self.conditional]
+        idle = [
+            site
+            for site in self.layers
+            if called.isdisjoint(site.paths) and site not in self.conditional
+        ]
         if not idle:
             return {}
-        parameters = [
-            self.network.get_parameter(n) for site in idle for n in self._sites.names[site]
-        ]
-        with requiring_grad(parameters), torch.enable_grad(), preserve_attributes(self._modules):
-            outputs = call(self.network, x)
-            gradients: Sequence[Tensor | None] = [None] * len(parameters)
-            if outputs.requires_grad:
-                ones = torch.ones_like(outputs)
-                gradients = torch.autograd.grad(outputs, parameters, ones, allow_unused=True)
-        pairs = zip(parameters, gradients, strict=True)
-        read = {id(parameter) for parameter, gradient in pairs if gradient is not None}
+        names_read = self._names_read(x, [n for site in idle for n in self._sites.names[site]])
         faults: dict[Site, Exception] = {}
         for site in idle:
-            names = [
-                n for n in self._sites.names[site] if id(self.network.get_parameter(n)) in read
-            ]
+            names = [name for name in self._sites.names[site] if name in names_read]
             if names:
                 faults[site] = NotImplementedError(
                     f"The outputs of some examples depend on {names}, although the forward pass "
@@ -226,47 +219,67 @@ class Tap:
                 self.conditional.add(site)
         return faults
 
+    def _names_read(self, x: Inputs, names: Sequence[str]) -> set[str]:
+        """Return the names of those parameters on which the outputs depend."""
+        parameters = list(map(self.network.get_parameter, names))
+        with requiring_grad(parameters), torch.enable_grad(), preserve_attributes(self._modules):
+            outputs = call(self.network, x)
+            if not outputs.requires_grad:
+                return set()
+            ones = torch.ones_like(outputs)
+            gradients = torch.autograd.grad(outputs, parameters, ones, allow_unused=True)
+        pairs = zip(names, gradients, strict=True)
+        return {name for name, gradient in pairs if gradient is not None}
+
     def _learn(self, x: Inputs) -> None:
         """Find the examples' dimensions in layers' inputs from a batch and a doubled batch."""
         # The two copies of an example are neighbours, because some models need sequences sorted by
         # length.
-        doubled = take(x, torch.arange(num_examples(x)).repeat_interleave(2))
+        doubled_x = take(x, torch.arange(num_examples(x)).repeat_interleave(2))
         self._dims = ExampleDims()
-        earlier_forms = {} if self._recorder is None else self._recorder.forget_forms()
-        first = self._observe(x)
-        second = self._observe(doubled)
-        self._dims = ExampleDims.compare(
-            self.network, num_examples(x), first.input_shapes, second.input_shapes
-        )
-        if self._dims.shared and not self._takes_copies(doubled, second.outputs):
-            self._dims = replace(self._dims, shared=set(), uncopied=self._dims.shared)
+        earlier_forms: CallForms = {}
         if self._recorder is not None:
-            takes_copies = self._learn_forms(self._recorder, x, doubled, first, second)
-            self._recorder.add_forms(earlier_forms)
-            if not takes_copies:
-                self._recorder.forget_copies()
+            earlier_forms = self._recorder.forget_forms()
+        once = self._observe(x)
+        doubled = self._observe(doubled_x)
+        self._dims = ExampleDims.compare(
+            self.network, num_examples(x), once.input_shapes, doubled.input_shapes
+        )
+        if self._dims.shared and not self._takes_copies(doubled_x, doubled.outputs):
+            self._dims = replace(self._dims, shared=set(), uncopied=self._dims.shared)
+        if self._recorder is None:
+            return
+        has_copies = self._recorder.learn(num_examples(x), once.module_calls, doubled.module_calls)
+        takes_copies = True
+        if has_copies or self._dims.shared:
+            takes_copies = self._learn_with_copies(self._recorder, x, doubled_x, doubled.outputs)
+        self._recorder.add_forms(earlier_forms)
+        if not takes_copies:
+            self._recorder.forget_copies()
 
-    def _learn_forms(
-        self,
-        recorder: CallRecorder,
-        x: Inputs,
-        doubled: Inputs,
-        first: "_Observation",
-        second: "_Observation",
+    def _learn_with_copies(
+        self, recorder: CallRecorder, x: Inputs, doubled_x: Inputs, expected: Tensor
     ) -> bool:
-        """Learn the forms of calls; return whether the network accepts the copies needed."""
-        expected = second.outputs
-        has_copies = recorder.learn(num_examples(x), first.module_calls, second.module_calls)
-        has_copies = has_copies or bool(self._dims.shared)
+        """Learn the forms of calls again, until they need no further copies.
+
+        Copies for one call change the forms of later calls.
+
+        Args:
+            recorder: The recorder of the calls.
+            x: The inputs of a batch.
+            doubled_x: The inputs of the batch with two copies of each example.
+            expected: The outputs for `doubled_x` without copies for each example.
+
+        Returns:
+            Whether the network accepts all copies.
+        """
         for _ in range(_MOST_ROUNDS):
-            if not has_copies:
-                return True
-            if not self._takes_copies(doubled, expected):
+            if not self._takes_copies(doubled_x, expected):
                 return False
-            # Copies for one call change the forms of later calls.
-            first = self._observe(x)
-            second = self._observe(doubled)
-            has_copies = recorder.learn(num_examples(x), first.module_calls, second.module_calls)
+            once = self._observe(x)
+            doubled = self._observe(doubled_x)
+            if not recorder.learn(num_examples(x), once.module_calls, doubled.module_calls):
+                break
         return True
 
     def _observe(self, x: Inputs) -> "_Observation":
@@ -308,13 +321,13 @@ class Tap:
             or explain why it cannot.
         """
         (layer,) = self.layers.values()
-        calls: list[tuple[Tensor, int, Any]] = []
+        calls: list[_LastLayerCall] = []
 
         def record(
             _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any
         ) -> None:
-            phi = inputs[0] if inputs else next(iter(named.values()))
-            calls.append((phi, phi._version, output))
+            phi = first_argument(inputs, named)
+            calls.append(_LastLayerCall(phi, phi._version, output))
 
         saved_attributes = self._saved_attributes or SavedAttributes(self._modules)
         handle = layer.register_forward_hook(record, prepend=True, with_kwargs=True)
@@ -326,11 +339,26 @@ class Tap:
             saved_attributes.restore()
         if len(calls) != 1 or outputs.ndim != 2 or len(outputs) != len(tensors_of(x)[0]):
             return None
-        phi, version, output = calls[0]
-        is_unchanged = outputs is output and outputs._version == 0
-        if phi._version != version or not is_unchanged:
+        (last_call,) = calls
+        has_same_inputs = last_call.phi._version == last_call.version
+        has_same_outputs = outputs is last_call.output and outputs._version == 0
+        if not (has_same_inputs and has_same_outputs):
             return None
-        return outputs, phi
+        return outputs, last_call.phi
+
+
+class _LastLayerCall(NamedTuple):
+    """A call of a network's last layer.
+
+    Attributes:
+        phi: The inputs, `[B, d]`.
+        version: The version of the inputs at the call, which reveals changes in place.
+        output: The output.
+    """
+
+    phi: Tensor
+    version: int
+    output: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -365,9 +393,9 @@ class _Recording:
     @property
     def has_clear_dims(self) -> bool:
         """Whether the dimension of the examples is known in all calls."""
-        batch = self.forward_pass.num_examples
         sizes = {len(layer_call.x) for layer_call in self.forward_pass.layer_calls}
-        return not self.is_unclear and sizes <= {batch} and not self.merged_paths
+        have_examples_first = sizes <= {self.forward_pass.num_examples}
+        return have_examples_first and not self.is_unclear and not self.merged_paths
 
 
 def _check_wide(layer: str, dtype: torch.dtype) -> None:
@@ -382,10 +410,10 @@ def _check_wide(layer: str, dtype: torch.dtype) -> None:
         )
 
 
-def not_batched(layer: str, x: Tensor, batch: int) -> NotImplementedError:
+def not_batched(layer: str, x: Tensor, size: int) -> NotImplementedError:
     """Make the error for an input whose first dimension is not the dimension of the examples."""
     return NotImplementedError(
-        f"The input of {layer} has shape {tuple(x.shape)} for {batch} examples, "
+        f"The input of {layer} has shape {tuple(x.shape)} for {size} examples, "
         "but its first dimension must be the examples. Keep positions in a "
         "separate dimension, [batch, positions, features]. For attention, use "
         "`batch_first=True`. For position embeddings, look up the positions "
