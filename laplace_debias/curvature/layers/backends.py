@@ -119,18 +119,19 @@ class BackpackTap:
                 f"A sequential network needs one tensor as input, got {type(x).__name__}. Pass a "
                 "tensor."
             )
-        passed = [x]
+        # The inputs of the layers from the first block on, and the output of the last layer.
+        activations: list[Tensor] = []
+        current = x
         with torch.no_grad():
-            for place, layer in enumerate(self._chain):
-                if layer in self._blocks and len(passed[-1]) != len(x):
-                    path = self._blocks[layer][0].layer
-                    raise not_batched(path, passed[-1], len(x))
-                passed.append(layer(passed[-1]))
-                if place < self._first:
-                    # Do not keep the inputs of layers before the first block.
-                    del passed[0]
-        outputs = as_columns(passed[-1], x.shape[:1])
-        return SequentialPass(self._chain[self._first :], self._blocks, outputs, passed)
+            for index, layer in enumerate(self._chain):
+                if layer in self._blocks and len(current) != len(x):
+                    raise not_batched(self._blocks[layer][0].layer, current, len(x))
+                if index >= self._first:
+                    activations.append(current)
+                current = layer(current)
+        activations.append(current)
+        outputs = as_columns(current, x.shape[:1])
+        return SequentialPass(self._chain[self._first :], self._blocks, outputs, activations)
 
 
 @dataclass(eq=False)
@@ -141,14 +142,14 @@ class SequentialPass:
         layers: The layers, beginning with the first layer that has a block.
         blocks: The blocks of the layers.
         outputs: The outputs `[B, ..., C]` of the network.
-        passed: The inputs of the layers, and the output of the last layer. These tensors are kept
-            until the last part of the cotangents is pushed back.
+        activations: The inputs of the layers, and the output of the last layer. These tensors are
+            kept until the last part of the cotangents is pushed back.
     """
 
     layers: Sequence[nn.Module]
     blocks: Mapping[nn.Module, Sequence[Block]]
     outputs: Float[Tensor, "batch *outputs"]
-    passed: Sequence[Tensor]
+    activations: Sequence[Tensor]
 
     def gated_layers(self) -> set[str]:
         """Return the empty set: a sequential network has no gates, so all examples reach it."""
@@ -158,17 +159,17 @@ class SequentialPass:
         self, columns: Float[Tensor, "columns batch *outputs"], keep_graph: bool = False
     ) -> Iterator[BlockRecord]:
         """Yield a record for each block as the cotangents reach its layer."""
-        passed = self.passed
+        activations = self.activations
         if not keep_graph:
-            self.passed = []
-        columns = columns.view(len(columns), *passed[-1].shape)
-        for place in reversed(range(len(self.layers))):
-            layer = self.layers[place]
-            inputs = passed[place]
+            self.activations = []
+        columns = columns.view(len(columns), *activations[-1].shape)
+        for index in reversed(range(len(self.layers))):
+            layer = self.layers[index]
+            x = activations[index]
             for block in self.blocks.get(layer, ()):
-                yield BlockRecord(block, layer, [inputs], [columns])
-            if place > 0:
-                columns = _pull(layer, inputs, passed[place + 1], columns)
+                yield BlockRecord(block, layer, [x], [columns])
+            if index > 0:
+                columns = _pull(layer, x, activations[index + 1], columns)
 
 
 def _pull(layer: nn.Module, x: Tensor, z: Tensor, gradients: Tensor) -> Tensor:

@@ -127,9 +127,11 @@ def parameter_order(
         if order is not None:
             order[span] = entries
         start = span.stop
-    if order is None:
-        return None if start == len(everything) else everything[:start]
-    return order[:start]
+    if order is not None:
+        return order[:start]
+    if start == len(everything):
+        return None
+    return everything[:start]
 
 
 def _keeps_order(model: nn.Module, block: Block) -> bool:
@@ -164,24 +166,31 @@ def owners_of_parameters(model: nn.Module) -> dict[int, tuple[str, ...]]:
     owners: dict[int, tuple[str, ...]] = {}
     for path, module in model.named_modules():
         for _, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            holder = _callable(model, path)
-            earlier = owners.get(id(parameter), ())
-            owners[id(parameter)] = earlier if holder in earlier else (*earlier, holder)
+            holder = _nearest_callable(model, path)
+            paths = owners.setdefault(id(parameter), ())
+            if holder not in paths:
+                owners[id(parameter)] = (*paths, holder)
     return owners
 
 
 def enclosing_module(model: nn.Module, paths: Sequence[str]) -> str | None:
     """Return the path of the innermost module that contains all of these paths, or None."""
     if len(paths) > 1:
-        steps = zip(*(path.split(".") for path in paths), strict=False)
-        shared = takewhile(lambda names: len(set(names)) == 1, steps)
-        return _callable(model, ".".join(names[0] for names in shared))
-    return _callable(model, paths[0].rpartition(".")[0]) if paths[0] else None
+        # The names that all paths begin with.
+        names_by_level = zip(*(path.split(".") for path in paths), strict=False)
+        shared = takewhile(lambda names: len(set(names)) == 1, names_by_level)
+        return _nearest_callable(model, ".".join(names[0] for names in shared))
+    if not paths[0]:
+        return None
+    return _nearest_callable(model, paths[0].rpartition(".")[0])
 
 
-def _callable(model: nn.Module, path: str) -> str:
+def _nearest_callable(model: nn.Module, path: str) -> str:
+    """Return the path itself, or the path of the nearest module around it with a forward pass."""
     outer_path, is_inside, _ = f".{path}.".partition(f".{_PARAMETRIZATIONS}.")
-    path = outer_path.strip(".") if is_inside else path
+    if is_inside:
+        # A parametrisation is part of the module whose parameter it computes.
+        path = outer_path.strip(".")
     while path and type(model.get_submodule(path)).forward is nn.Module.forward:
         path = path.rpartition(".")[0]
     return path

@@ -49,7 +49,10 @@ def ungated_nodes(outputs: Tensor) -> set[Any]:
         node, is_before_maximum = pending.pop()
         if node is None or node in nodes or (is_before_maximum and node in nodes_before_maximum):
             continue
-        (nodes_before_maximum if is_before_maximum else nodes).add(node)
+        if is_before_maximum:
+            nodes_before_maximum.add(node)
+        else:
+            nodes.add(node)
         operation, _, _ = node.name().partition("Backward")
         if node.name() in _UNGATED and not (is_before_maximum and operation == _JOIN):
             is_before_maximum = is_before_maximum or operation == _MAXIMUM

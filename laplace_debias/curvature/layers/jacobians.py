@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -84,37 +84,39 @@ def _rotated_slice(
     rule = block.rule
     # This is possible only for a single call, which then contains all rows of an example.
     is_apart = apart and len(record.inputs) == 1
-    rotate_rows = _rotation_of_rows(record, output_directions, input_directions, is_apart)
-    total: Tensor | None = None
-    for all_inputs, all_gradients in record.calls():
-        x = all_inputs[examples]
-        g = all_gradients[:, examples]
-        summed = rule.summed_products(layer, block, x, g) if rotate_rows is None else None
-        if summed is not None:
-            product = input_directions.coordinates(summed)
-        else:
-            a = _activations_along(record, x, input_directions, is_apart)
-            rows = rule.output_gradients(layer, block, x, g).movedim(0, -3)
-            if rotate_rows is not None:
-                rows = rotate_rows(rows)
-            # [b, *groups, K·d_out, T] times [b, *groups, T, d_in]: one batched product serves every
-            # column.
-            product = rows.flatten(-3, -2) @ a.movedim(1, -2)
-        total = product if total is None else total.add_(product)
-    assert total is not None
-    J = total.unflatten(-2, (record.num_columns, -1))
-    if rotate_rows is None:
+    rotate_gradients = _rotation_of_gradients(record, output_directions, input_directions, is_apart)
+
+    def product_of_call(x: Tensor, g: Tensor) -> Float[Tensor, "part *groups rows some_d_in"]:
+        """Compute Σ_t g_t a_tᵀ U_A of one call, with the rows of all columns stacked."""
+        if rotate_gradients is None:
+            summed = rule.summed_products(layer, block, x, g)
+            if summed is not None:
+                return input_directions.coordinates(summed)
+        a = _activations_along(record, x, input_directions, is_apart)
+        gradients = rule.output_gradients(layer, block, x, g).movedim(0, -3)
+        if rotate_gradients is not None:
+            gradients = rotate_gradients(gradients)
+        # [b, *groups, K·d_out, T] times [b, *groups, T, d_in]: one batched product serves every
+        # column.
+        return gradients.flatten(-3, -2) @ a.movedim(1, -2)
+
+    products = (product_of_call(x[examples], g[:, examples]) for x, g in record.calls())
+    J = reduce(Tensor.add_, products).unflatten(-2, (record.num_columns, -1))
+    if rotate_gradients is None:
         J = _coordinates_of_columns(J, output_directions)
     return J.movedim(-3, 1)
 
 
-def _rotation_of_rows(
+def _rotation_of_gradients(
     record: BlockRecord, output_directions: Directions, input_directions: Directions, is_apart: bool
 ) -> Callable[[Tensor], Tensor] | None:
-    """Choose how to rotate the output gradients of each position; None rotates only their sum."""
+    """Choose how to rotate the output gradients of each position.
+
+    The result is None if it takes less time to rotate the sum over the positions instead.
+    """
     d_out, d_in = record.block.shape
-    num_rows = record.num_columns * record.num_positions
-    if is_apart and isinstance(output_directions, ThinBasis) and 2 * num_rows < d_out:
+    num_gradients = record.num_columns * record.num_positions
+    if is_apart and isinstance(output_directions, ThinBasis) and 2 * num_gradients < d_out:
         return partial(_few_gradients, directions=output_directions)
     are_axes = isinstance(output_directions, Axes) and isinstance(input_directions, Axes)
     if record.num_positions > d_in or are_axes:

@@ -224,9 +224,12 @@ def _different(
     The Jacobian at a site that is not reached is zero.
     """
     deviations, wrong = _deviations(network, compared, forward_pass, reference)
-    on_host = torch.stack(list(deviations.values())).tolist() if deviations else []
-    for block, (by_example, norms) in zip(deviations, on_host, strict=True):
-        for deviation, norm in zip(by_example, norms, strict=True):
+    if not deviations:
+        return wrong
+    # All numbers are moved to the host at once, `[blocks, 2, batch]`.
+    numbers_by_block = torch.stack(list(deviations.values())).tolist()
+    for block, (deviations_of_block, norms) in zip(deviations, numbers_by_block, strict=True):
+        for deviation, norm in zip(deviations_of_block, norms, strict=True):
             # A norm that is not finite is not reported here, because the fit reports where such
             # numbers occur.
             allowed = max(1e-2, 16 * reference.eps) * norm + reference.rounding
@@ -288,8 +291,8 @@ def _deviation(
     difference = expected.clone()
     block = record.block
     matrices = difference.view(len(difference), *block.groups, *block.shape)
-    axes = [Axes(size) for size in block.shape]
-    for examples, J, columns in rotated_jacobians(record, *axes):
+    d_out, d_in = block.shape
+    for examples, J, columns in rotated_jacobians(record, Axes(d_out), Axes(d_in)):
         if columns is None:
             matrices[examples] -= J[:, -1]
         else:
