@@ -44,6 +44,10 @@ from laplace_debias.operators import BlockDiagonal, EigenKronecker
 from laplace_debias.operators.structures.directions import Basis, Directions, ThinBasis
 from laplace_debias.system.ranks import Ranks
 
+# If the rank of a factor is at most this fraction of its size, the factor is decomposed in the
+# subspace that it spans.
+_MUCH_SMALLER = 0.7
+
 
 def split_folds(ranks: Ranks, data: Iterable[Batch], num_folds: int) -> list[list[Batch]]:
     """Split the examples of all processes into K folds: example i is in fold i mod K.
@@ -73,13 +77,9 @@ def split_folds(ranks: Ranks, data: Iterable[Batch], num_folds: int) -> list[lis
     for fold_index in range(num_folds):
         fold: list[Batch] = []
         for batch, first_index in zip(batches, first_indices, strict=False):
-            # The fold has the examples with the indices `fold_index`, `fold_index` + K, …
-            examples = slice((fold_index - first_index) % num_folds, None, num_folds)
-            examples_of_fold = batch.take(examples)
-            if examples_of_fold.num_examples:
-                index_in_data = first_index + examples.start
-                index_in_fold = (index_in_data - fold_index) // num_folds
-                fold.append(replace(examples_of_fold, first_index=num_before + index_in_fold))
+            examples = _examples_of_fold(batch, first_index, fold_index, num_folds)
+            if examples.num_examples:
+                fold.append(replace(examples, first_index=num_before + examples.first_index))
         if not sum(ranks.exchange(sum(batch.total_weight for batch in fold))):
             raise ValueError("All examples of one fold have the weight zero. Use fewer folds.")
         folds.append(fold)
@@ -87,9 +87,15 @@ def split_folds(ranks: Ranks, data: Iterable[Batch], num_folds: int) -> list[lis
     return folds
 
 
-# If the rank of a factor is at most this fraction of its size, the factor is decomposed in the
-# subspace that it spans.
-_MUCH_SMALLER = 0.7
+def _examples_of_fold(batch: Batch, first_index: int, fold_index: int, num_folds: int) -> Batch:
+    """Return the examples of a batch that are in a fold, with their indices in the fold.
+
+    `first_index` is the index of the batch's first example in the data. The fold has the examples
+    with the indices `fold_index`, `fold_index` + K, …
+    """
+    start = (fold_index - first_index) % num_folds
+    examples = batch.take(slice(start, None, num_folds))
+    return replace(examples, first_index=(first_index + start - fold_index) // num_folds)
 
 
 def fold_factor_sums(
@@ -151,24 +157,35 @@ def crossfit_factors(
     return curvature, _share_scales(context, traces_A, total_of(totals_by_fold))
 
 
+@dataclass(frozen=True)
+class ReplicatedKfac:
+    """Cross-fitted K-FAC, with the curvatures from which its error is estimated.
+
+    Attributes:
+        crossfitted: The curvature whose magnitudes come from held-out folds.
+        plain: The curvature whose magnitudes come from the data of the directions.
+        replicates: For each fold, the curvature without this fold, for the jackknife.
+        factor_scales: The scales of the cross-fitted factors, by the block's name.
+    """
+
+    crossfitted: BlockDiagonal
+    plain: BlockDiagonal
+    replicates: list[BlockDiagonal]
+    factor_scales: dict[str, FactorScales]
+
+
 def crossfit_with_replicates(
     context: FitContext, totals_by_fold: Sequence[DataTotals], sums_by_fold: Sequence[FactorSums]
-) -> tuple[list[BlockDiagonal], dict[str, FactorScales]]:
+) -> ReplicatedKfac:
     """Build cross-fitted K-FAC, plain K-FAC, and for each fold a replicate without this fold.
 
-    The replicates are for the jackknife estimate of the error. A replicate has the eigenbasis of
-    the other folds, which cross-fitting computes anyway. Its magnitudes are the cross-fitted
-    magnitudes, each multiplied by the ratio of the other folds' eigenvalue to the mean of this
-    eigenvalue over the replicates. Therefore, no further factor is decomposed.
+    A replicate has the eigenbasis of the other folds, which cross-fitting computes anyway.
+    Therefore, no further factor is decomposed.
 
     Args:
         context: The blocks, and the processes that share them.
         totals_by_fold: The totals of each fold, over all processes.
         sums_by_fold: The factor sums of each fold, for the blocks that this process owns.
-
-    Returns:
-        The cross-fitted curvature, the plain curvature, the K replicates, and the scales of the
-        cross-fitted factors by the block's name.
     """
     operators: dict[Block, list[EigenKronecker]] = {}
     traces_A: BlockTensors = {}
@@ -178,17 +195,19 @@ def crossfit_with_replicates(
         factors_G, factors_A = zip(*[sums[block] for sums in sums_by_fold], strict=True)
         along_G, replicates_G = _replicates(factors_G, sizes_G, basis.G, context.dtype)
         along_A, replicates_A = _replicates(factors_A, sizes_A, basis.A, context.dtype)
-        crossfitted = basis.pooled(outer(along_G, along_A), context.dtype)
-        plain = outer(basis.G.eigenvalues, basis.A.eigenvalues)
+        magnitudes = basis.pooled(outer(along_G, along_A), context.dtype)
+        eigenvalues = outer(basis.G.eigenvalues, basis.A.eigenvalues)
         operators[block] = [
-            EigenKronecker(basis.G.U, basis.A.U, crossfitted),
-            EigenKronecker(basis.G.U, basis.A.U, plain),
+            EigenKronecker(basis.G.U, basis.A.U, magnitudes),
+            EigenKronecker(basis.G.U, basis.A.U, eigenvalues),
         ]
         traces_A[block] = basis.A.directions.trace(along_A)
         for (values_G, U_G), (values_A, U_A) in zip(replicates_G, replicates_A, strict=True):
             operators[block].append(EigenKronecker(U_G, U_A, outer(values_G, values_A)))
-    curvatures = _share_curvatures(context, operators, 2 + len(totals_by_fold))
-    return curvatures, _share_scales(context, traces_A, total_of(totals_by_fold))
+    num_curvatures = 2 + len(totals_by_fold)
+    crossfit, plain_kfac, *replicates = _share_curvatures(context, operators, num_curvatures)
+    scales = _share_scales(context, traces_A, total_of(totals_by_fold))
+    return ReplicatedKfac(crossfit, plain_kfac, replicates, scales)
 
 
 def _own_blocks(context: FitContext, sums_by_fold: Sequence[FactorSums]) -> list[Block]:
@@ -202,7 +221,10 @@ def _fold_sizes(
     """Return the total weight of each fold's examples that count in a block's G and in its A."""
     weights = [totals.weight for totals in totals_by_fold]
     input_weights = [totals.input_weight(block) for totals in totals_by_fold]
-    return weights, input_weights if any(input_weights) else weights
+    if not any(input_weights):
+        # A is zero, whatever the weights by which it is divided.
+        input_weights = weights
+    return weights, input_weights
 
 
 def _mean_basis(
@@ -332,16 +354,21 @@ def crossfit_magnitudes(
 def _replicates(
     factors: Sequence[Factor], sizes: Sequence[float], mean_pairs: Eigenpairs, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "*groups d"], list[Eigenpairs]]:
-    """Compute `crossfit_magnitudes`, and for each fold the magnitudes and directions without it."""
-    magnitudes, U = mean_pairs
+    r"""Compute `crossfit_magnitudes`, and for each fold the magnitudes and directions without it.
+
+    Let $\lambda^{(-k)}$ be the eigenvalues of all folds except fold k. The replicate without fold k
+    has the magnitudes $\Lambda\,\lambda^{(-k)} / \tfrac1K\sum_j\lambda^{(-j)}$.
+    """
+    mean_eigenvalues, U = mean_pairs
     pairs: list[Eigenpairs] = []
     if U is None:
+        magnitudes = mean_eigenvalues
         pairs = [
             descending_eigenpairs(_other_folds(factors, sizes, fold)) for fold in range(len(sizes))
         ]
     else:
-        subspace = _Subspace(magnitudes, U, dtype)
-        magnitudes = torch.zeros_like(magnitudes)
+        magnitudes = torch.zeros_like(mean_eigenvalues)
+        subspace = _Subspace(mean_eigenvalues, U, dtype)
         for fold in range(len(sizes)):
             estimate = _estimate_fold(factors, sizes, fold, subspace)
             magnitudes += estimate.magnitudes / sum(sizes)
@@ -349,10 +376,10 @@ def _replicates(
     mean = torch.stack([eigenvalues for eigenvalues, _ in pairs]).mean(0)
     # If the other folds have no curvature, both numbers are rounding errors, so the ratio is set
     # to 1.
-    least = resolution(dtype) * mean.amax(-1, keepdim=True)
+    rounding = resolution(dtype) * mean.amax(-1, keepdim=True)
     replicates: list[Eigenpairs] = []
     for eigenvalues, directions in pairs:
-        ratios = torch.where(mean > least, eigenvalues / mean, 1.0)
+        ratios = torch.where(mean > rounding, eigenvalues / mean, 1.0)
         replicates.append(Eigenpairs(magnitudes * ratios, directions))
     return magnitudes, replicates
 
@@ -399,7 +426,10 @@ class _Subspace:
         directions = Directions.from_columns(U)
         self.multiplicity = directions.multiplicity
         self._num_magnitudes = eigenvalues.shape[-1]
+        # An orthonormal basis of the subspace, `[d, r]`; None for the whole space.
         self._basis: Tensor | None = None
+        # A basis of the other directions, `[d, d - r]`; None if there are none, or if they share
+        # one magnitude and are not computed.
         self._null_basis: Tensor | None = None
         if isinstance(directions, ThinBasis):
             self._basis = U
@@ -411,9 +441,11 @@ class _Subspace:
 
     def project(self, factor: Factor) -> Float[Tensor, "*groups r r"]:
         """Express a factor in coordinates of the subspace."""
+        if self._basis is None:
+            return gram(factor.rows) if isinstance(factor, GramFactor) else factor
         if isinstance(factor, GramFactor):
-            return gram(factor.rows if self._basis is None else factor.rows @ self._basis)
-        return factor if self._basis is None else self._basis.T @ factor @ self._basis
+            return gram(factor.rows @ self._basis)
+        return self._basis.T @ factor @ self._basis
 
     def eigenpairs(
         self, factor: Factor
@@ -438,7 +470,9 @@ class _Subspace:
         if self._basis is None:
             return directions
         lifted = self._basis @ directions
-        return lifted if self._null_basis is None else torch.cat([lifted, self._null_basis], dim=1)
+        if self._null_basis is None:
+            return lifted
+        return torch.cat([lifted, self._null_basis], dim=1)
 
 
 def crossfit_ekfac(
@@ -458,13 +492,15 @@ def crossfit_ekfac(
     magnitudes: BlockTensors = {}
     for index, fold in enumerate(folds):
         other_sums = sums_by_fold[:index] + sums_by_fold[index + 1 :]
-        weight_of_others = total_weight - weights[index]
-        bases = {
-            block: _basis_of_folds(
-                other_sums, weight_of_others, block, mean_bases[block], context.dtype
+        bases: dict[Block, Eigenbasis] = {}
+        for block in sums_by_fold[0]:
+            bases[block] = _basis_of_folds(
+                other_sums,
+                block,
+                weight=total_weight - weights[index],
+                mean_basis=mean_bases[block],
+                dtype=context.dtype,
             )
-            for block in sums_by_fold[0]
-        }
         bases = share_bases(context, bases)
         squares, _ = ekfac_sums(context, bases, fold, 0)
         for block in list(squares):
@@ -475,8 +511,9 @@ def crossfit_ekfac(
 
 def _basis_of_folds(
     sums_by_fold: Sequence[FactorSums],
-    weight: float,
     block: Block,
+    *,
+    weight: float,
     mean_basis: Eigenbasis,
     dtype: torch.dtype,
 ) -> Eigenbasis:
@@ -484,8 +521,8 @@ def _basis_of_folds(
 
     Args:
         sums_by_fold: The factor sums of these folds.
-        weight: The sum of the weights of the examples in these folds.
         block: The block.
+        weight: The sum of the weights of the examples in these folds.
         mean_basis: The eigenbasis over all folds, which spans the ranges of the factors.
         dtype: The dtype in which the factors were computed.
     """

@@ -59,23 +59,24 @@ def fit_round(sums: SampledSums, prepared: PreparedFit) -> Round:
     mean_curvature = float(sums.curvatures.mean())
     factors = [fold.factors(mean_curvature) for fold in sums.folds]
     totals = [fold.totals for fold in sums.folds]
-    (crossfit, in_fold, *replicates), scales = crossfit_with_replicates(context, totals, factors)
-    fitted = build_posterior(prepared, CurvatureFit(crossfit, sums.totals, scales))
+    kfac = crossfit_with_replicates(context, totals, factors)
+    curvature_fit = CurvatureFit(kfac.crossfitted, sums.totals, kfac.factor_scales)
+    fitted = build_posterior(prepared, curvature_fit)
     deltas = fitted.posterior.deltas() * fitted.posterior.mean.new_tensor(CURVE)[:, None]
     # All folds use the same mean curvature, so its error is estimated from all examples read.
     curvatures = sums.curvatures
     spread = float(curvatures.std() / curvatures.mean()) / len(curvatures) ** 0.5
     variances, statistical_errors = _variances_with_errors(
-        fitted, replicates, spread, sums.probes, deltas
+        fitted, kfac.replicates, spread, sums.probes, deltas
     )
-    in_fold_variances = _variances(fitted, in_fold, sums.probes, deltas)
+    in_fold_variances = _variances(fitted, kfac.plain, sums.probes, deltas)
     # Magnitudes from held-out folds are biased, too, but much less than in-fold magnitudes.
     bias = (in_fold_variances / variances).log() / 8
     relative = torch.hypot(statistical_errors / (2 * variances), bias).nan_to_num(0.0)
     errors = relative.square().mean((1, 2)).sqrt().tolist()
     # All processes use bit-identical numbers, so that they make the same decision.
     curve = context.ranks.from_rank(errors, 0)
-    return Round(fitted, sums.totals, replicates, spread, curve)
+    return Round(fitted, sums.totals, kfac.replicates, spread, curve)
 
 
 def errors_by_block(last_round: Round, x: Inputs) -> list[float]:
