@@ -14,11 +14,7 @@ from laplace_debias.curvature.fits.block_tensors import check_finite
 from laplace_debias.curvature.fits.context import FitContext
 from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.degenerate import average_degenerate, resolution
-from laplace_debias.curvature.fits.directions import (
-    Eigenpairs,
-    complete_eigenpairs,
-    descending_eigenpairs,
-)
+from laplace_debias.curvature.fits.directions import complete_eigenpairs, descending_eigenpairs
 from laplace_debias.curvature.fits.gram_factor import add_gram, gram
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
@@ -28,6 +24,7 @@ from laplace_debias.linalg.eigen.eigsh import lanczos_eigenpairs
 from laplace_debias.linalg.products import Products
 from laplace_debias.linalg.results import Status
 from laplace_debias.operators import Dense, LinearOperator
+from laplace_debias.system.ranks import Ranks
 
 Rows = Float[Tensor, "rows parameters"]
 Sums = TypeVar("Sums", bound=Tensor | list[Tensor])
@@ -155,15 +152,15 @@ class MomentMatrix(RowAccumulator[Tensor | list[Tensor]]):
 
     def decompose(self, weight: float) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
         """Compute the eigenpairs of the mean over all processes, overwriting the sum."""
-        pairs = {}
-        if self._sums:
+
+        def decompose_sums() -> tuple[Tensor, Tensor]:
             sums = self._sums.pop(DENSE_BLOCK)
             if isinstance(sums, Tensor):
-                pairs[DENSE_BLOCK] = descending_eigenpairs(sums.div_(weight), "the curvature")
-            else:
-                eigenvalues, U = all_pairs(torch.cat(sums))
-                pairs[DENSE_BLOCK] = Eigenpairs(eigenvalues / weight, U)
-        return self.context.ranks.share(pairs, _ON_FIRST)[DENSE_BLOCK]  # type: ignore[return-value]
+                return descending_eigenpairs(sums.div_(weight), "the curvature")  # type: ignore[return-value]
+            eigenvalues, U = all_pairs(torch.cat(sums))
+            return eigenvalues / weight, U
+
+        return compute_on_first(self.context.ranks, decompose_sums)  # type: ignore[return-value]
 
 
 class KeptRows(RowAccumulator[list[Tensor]]):
@@ -262,10 +259,17 @@ def decompose_on_first(
 ) -> tuple[Tensor, Tensor]:
     """Decompose the rows of all processes on the first process, and share the eigenpairs."""
     rows_of_all = [context.ranks.on_all([tensor]) or [tensor] for tensor in rows]
-    pairs = {}
-    if context.ranks.rank == 0:
-        pairs[DENSE_BLOCK] = decompose([tensor for (tensor,) in rows_of_all])
-    return context.ranks.share(pairs, _ON_FIRST)[DENSE_BLOCK]  # type: ignore[return-value]
+    return compute_on_first(  # type: ignore[return-value]
+        context.ranks, lambda: decompose([tensor for (tensor,) in rows_of_all])
+    )
+
+
+def compute_on_first(ranks: Ranks, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Compute tensors on the first process only, and return them on all processes."""
+    owned = {}
+    if ranks.rank == 0:
+        owned[DENSE_BLOCK] = compute()
+    return ranks.share(owned, _ON_FIRST)[DENSE_BLOCK]  # type: ignore[return-value]
 
 
 def crossfit_rows(
@@ -323,7 +327,8 @@ def leading_pairs(
 
 def all_pairs(rows: Rows) -> tuple[Float[Tensor, " D"], Float[Tensor, "D D"]]:
     """Compute all eigenpairs of `rowsᵀ rows`, including the null space."""
-    if not are_few(*rows.shape):
+    num_rows, num_parameters = rows.shape
+    if not are_few(num_rows, num_parameters):
         return descending_eigenpairs(gram(rows), "the curvature")  # type: ignore[return-value]
     _finite_squares(rows.square().sum(0))
     return complete_eigenpairs(rows.mT, "the curvature")

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.fits.block_tensors import check_finite
 from laplace_debias.curvature.fits.context import FitContext
-from laplace_debias.curvature.fits.dense import DENSE_BLOCK, RowAccumulator, Rows
+from laplace_debias.curvature.fits.dense import (
+    DENSE_BLOCK,
+    RowAccumulator,
+    Rows,
+    compute_on_first,
+)
 from laplace_debias.curvature.fits.directions import descending_eigenpairs
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.jacobians import Jacobians, dense_jacobians, rotated_jacobians
@@ -119,22 +124,24 @@ class InducingInputs:
         """
         size = num_examples(self.inputs)
         num_columns = len(output_columns)
-        examples_at_once = max(1, max_rows // num_columns)
+        # If the rows of one input are too many, there is one input at a time, and its columns are
+        # split. The rows of each part are therefore consecutive.
+        inputs_at_once = max(1, max_rows // num_columns)
         columns_at_once = min(max_rows, num_columns)
         tap = Tap(shared_copy(self.network), self.blocks)
-        for begin in range(0, size, examples_at_once):
-            examples = slice(begin, min(begin + examples_at_once, size))
-            forward_pass = tap.forward(take(self.inputs, examples))
+        for first_input in range(0, size, inputs_at_once):
+            stop = min(first_input + inputs_at_once, size)
+            forward_pass = tap.forward(take(self.inputs, slice(first_input, stop)))
             outputs = forward_pass.outputs
             check_outputs(outputs)
-            for first in range(0, num_columns, columns_at_once):
-                columns = output_columns[first : first + columns_at_once]
-                is_last = first + len(columns) == num_columns
+            for first_column in range(0, num_columns, columns_at_once):
+                columns = output_columns[first_column : first_column + columns_at_once]
+                is_last = first_column + len(columns) == num_columns
                 units = _unit_cotangents(outputs, columns)
                 records = forward_pass.backward(units, keep_graph=not is_last)
                 rows = {record.block: block_rows(record).flatten(0, 1) for record in records}
                 check_finite(rows)
-                start = begin * num_columns + first
+                start = first_input * num_columns + first_column
                 yield slice(start, start + len(outputs) * len(columns)), rows
 
     def kernel(
@@ -358,24 +365,26 @@ def rotate_to_eigenvectors(
     context: FitContext, basis: InducingDirections, moments: Float[Tensor, "k k"]
 ) -> tuple[Float[Tensor, " r"], InducingDirections]:
     """Return the eigenvalues of the projected curvature, and its eigenvectors."""
-    pairs = {}
-    if context.ranks.rank == 0:
+
+    def decompose() -> tuple[Tensor, Tensor]:
         values, Q = descending_eigenpairs(moments, "the curvature along the inducing directions")
         assert Q is not None
-        pairs[DENSE_BLOCK] = values, basis.coefficients @ Q
-    eigenvalues, coefficients = context.ranks.share(pairs, {DENSE_BLOCK: 0})[DENSE_BLOCK]
-    assert eigenvalues is not None
-    assert coefficients is not None
+        return values, basis.coefficients @ Q
+
+    eigenvalues, coefficients = compute_on_first(context.ranks, decompose)
     return eigenvalues, replace(basis, coefficients=coefficients)
 
 
 def leading_examples(
     kernel: Float[Tensor, "rows rows"], size: int, num_outputs: int
 ) -> Int[Tensor, " size"]:
-    """Choose examples one at a time, each with the largest residual of the kernel.
+    r"""Choose examples one at a time, each with the largest residual of the kernel.
 
     The residual of an example is the trace of the part of its Jacobian rows that is outside the
-    span of the examples chosen before. This is a block-wise pivoted Cholesky decomposition.
+    span of the examples chosen before. This is a block-wise pivoted Cholesky decomposition: with
+    the columns C of the examples chosen so far, the residual kernel is $R = K - C C^\top$. An
+    example with the rows e, where $R_{ee} = V\,\mathrm{diag}(\lambda)\,V^\top$, adds the columns
+    $R_{:e} V\,\mathrm{diag}(\lambda)^{-1/2}$.
 
     Args:
         kernel: The kernel between the rows of all examples.
@@ -383,21 +392,21 @@ def leading_examples(
         num_outputs: C, the number of rows of each example.
     """
     residuals = kernel.diagonal().clone()
-    threshold = residuals.max() * len(kernel) * torch.finfo(kernel.dtype).eps
+    rounding = residuals.max() * len(kernel) * torch.finfo(kernel.dtype).eps
     columns = kernel.new_zeros(len(kernel), 0)
-    is_left = torch.ones(len(kernel) // num_outputs, dtype=torch.bool, device=kernel.device)
+    is_available = torch.ones(len(kernel) // num_outputs, dtype=torch.bool, device=kernel.device)
     chosen = []
     for _ in range(size):
-        traces = residuals.view(-1, num_outputs).sum(1).where(is_left, -torch.inf)
+        traces = residuals.view(-1, num_outputs).sum(1).where(is_available, -torch.inf)
         example = int(traces.argmax())
         chosen.append(example)
-        is_left[example] = False
+        is_available[example] = False
         rows = slice(example * num_outputs, (example + 1) * num_outputs)
         residual_columns = kernel[:, rows] - columns @ columns[rows].T
         values, vectors = eigh(residual_columns[rows], "the kernel of an example")
-        is_above = values > threshold
-        scaled = vectors[:, is_above] / values[is_above].sqrt()
-        new_columns = residual_columns @ scaled
+        is_resolved = values > rounding
+        inverse_root = vectors[:, is_resolved] / values[is_resolved].sqrt()
+        new_columns = residual_columns @ inverse_root
         residuals -= new_columns.square().sum(1)
         columns = torch.cat([columns, new_columns], dim=1)
     return torch.tensor(chosen, device=kernel.device)
@@ -445,21 +454,20 @@ def draw_inputs(
     Raises:
         ValueError: If there are fewer examples than required.
     """
-    # The examples with the smallest random keys are drawn, so a single pass is enough.
+    # The examples with the smallest random keys are drawn, so a single pass is enough. The examples
+    # drawn so far are kept as one batch.
     keys = torch.zeros(0, dtype=torch.float64)
     drawn: list[Inputs] = []
     for batch in data:
-        length = batch.num_examples
-        uniforms = Uniforms(seed=0, sample=0, first_index=batch.first_index)
         is_weighted = _is_weighted(batch)
         if not is_weighted.any():
             continue
-        keys = torch.cat([keys, uniforms(torch.zeros(length))[is_weighted.cpu()]])
+        keys = torch.cat([keys, _random_keys(batch)[is_weighted.cpu()]])
         x = take(move(batch.inputs, context.device, None), is_weighted.to(context.device))
-        pool = _join_batches([*drawn, x])
+        candidates = _join_batches([*drawn, x])
         order = keys.argsort()[:num_drawn]
         keys = keys[order]
-        drawn = [take(pool, order.to(context.device))]
+        drawn = [take(candidates, order.to(context.device))]
     ranks = context.ranks
     num_available = sum(ranks.exchange(len(keys)))
     if num_available < num_required:
@@ -468,8 +476,14 @@ def draw_inputs(
             f"{num_available}. Pass a smaller number, or None to use all examples."
         )
     all_keys = torch.cat(ranks.exchange(keys))
-    pool = _join_batches(gather_batches(ranks, drawn, context.device))
-    return take(pool, all_keys.argsort()[:num_drawn].to(context.device))
+    candidates = _join_batches(gather_batches(ranks, drawn, context.device))
+    return take(candidates, all_keys.argsort()[:num_drawn].to(context.device))
+
+
+def _random_keys(batch: Batch) -> Float[Tensor, " examples"]:
+    """Draw a number for each example, which depends only on the index of the example."""
+    uniforms = Uniforms(seed=0, sample=0, first_index=batch.first_index)
+    return uniforms(torch.zeros(batch.num_examples))
 
 
 def _join_batches(batches: Sequence[Inputs]) -> Inputs:

@@ -12,7 +12,7 @@ from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import split_folds
 from laplace_debias.curvature.fits.data_pass import accumulate
 from laplace_debias.curvature.fits.degenerate import average_degenerate
-from laplace_debias.curvature.fits.dense import DENSE_BLOCK, crossfit_rows
+from laplace_debias.curvature.fits.dense import DENSE_BLOCK, compute_on_first, crossfit_rows
 from laplace_debias.curvature.fits.inducing import (
     InducingDirections,
     InducingInputs,
@@ -255,14 +255,15 @@ class GpCurvature(DenseCurvature):
 
     def _choose_inputs(self, context: FitContext, candidates: Inputs) -> Int[Tensor, " M"]:
         """Choose candidates whose span contains most of the other candidates' Jacobian rows."""
-        assert isinstance(self.inducing, int)
-        pairs = {}
-        if context.ranks.rank == 0:
+        size = self.inducing
+        assert isinstance(size, int)
+
+        def choose() -> tuple[Tensor]:
             kernel = self._inducing_inputs(context, candidates).own_kernel()
             num_outputs = len(kernel) // num_examples(candidates)
-            pairs[DENSE_BLOCK] = (leading_examples(kernel, self.inducing, num_outputs),)
-        (indices,) = context.ranks.share(pairs, {DENSE_BLOCK: 0})[DENSE_BLOCK]
-        assert indices is not None
+            return (leading_examples(kernel, size, num_outputs),)
+
+        (indices,) = compute_on_first(context.ranks, choose)
         return indices
 
     def check(self, context: FitContext) -> None:
@@ -395,12 +396,11 @@ def _block_name(output: int | None) -> str:
 
 def _basis(context: FitContext, inducing: InducingInputs, output: int | None) -> InducingDirections:
     """Compute an orthonormal basis of the span."""
-    pairs = {}
-    if context.ranks.rank == 0:
-        kernel = inducing.own_kernel(output)
-        pairs[DENSE_BLOCK] = (independent_rows(kernel, context.dtype),)
-    (coefficients,) = context.ranks.share(pairs, {DENSE_BLOCK: 0})[DENSE_BLOCK]
-    assert coefficients is not None
+
+    def compute_coefficients() -> tuple[Tensor]:
+        return (independent_rows(inducing.own_kernel(output), context.dtype),)
+
+    (coefficients,) = compute_on_first(context.ranks, compute_coefficients)
     return InducingDirections(inducing, coefficients, output)
 
 
