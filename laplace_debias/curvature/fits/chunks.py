@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from laplace_debias.curvature.fits.factors import input_weight
 from laplace_debias.curvature.fits.presence import ChunkPresence, Presence
 from laplace_debias.curvature.fits.totals import DataTotals
 from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layers.backends import SequentialPass
 from laplace_debias.curvature.layers.forward_pass import ForwardPass
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.several_columns import has_python_functions
@@ -40,8 +41,12 @@ _BOUND_OVER_CHUNK = defaultdict(lambda: 1, cpu=2)
 _JOINED_BYTES = 6 * 2**20
 _MOST_JOINED_EXAMPLES = 1024
 
-# The key of a record: its block, and the index of its column group.
-RecordKey = tuple[Block, int]
+
+class RecordKey(NamedTuple):
+    """One record of a chunk, whose columns are pushed back in groups."""
+
+    block: Block
+    group_index: int
 
 
 @dataclass
@@ -160,6 +165,7 @@ class ChunkRunner:
             "a column of output gradients of one example",
             context.device,
         )
+        # The columns of a single example may fill the whole bound.
         num_columns = min(num_columns, bound // column_bytes)
         # A call of a module is run again for each group of columns, so single columns take longer.
         runs_calls_again = any(site.is_call for site in context.tap.layers)
@@ -258,14 +264,10 @@ class ChunkRunner:
         if self._presence is not None:
             # Positions are found before the inputs are moved, so that the search for padding runs
             # on the CPU.
-            presence = self._presence.of_chunk(chunk_batch)
-        x = move(chunk_batch.inputs, context.device, None)
-        if self._is_channels_last and isinstance(x, Tensor):
-            x = x.contiguous(memory_format=torch.channels_last)
-        forward_pass = context.backend.forward(x)
+            presence = self._presence.in_chunk(chunk_batch)
+        forward_pass = self._forward(chunk_batch.inputs)
         outputs = forward_pass.outputs
-        check_outputs(outputs)
-        root = context.cotangents(
+        cotangents = context.cotangents(
             outputs.detach(),
             chunk_batch.targets,
             batch.first_index + chunk.examples.start,
@@ -274,35 +276,44 @@ class ChunkRunner:
         gated_layers: set[str] = set()
         if presence is not None:
             gated_layers = forward_pass.gated_layers()
-        column_groups = root.columns.split(num_columns)
-        for group_index, group in enumerate(column_groups):
+        column_groups = cotangents.columns.split(num_columns)
+        for group_index, columns in enumerate(column_groups):
             is_first = group_index == 0
             is_last = group_index == len(column_groups) - 1
-            records = forward_pass.backward(group, keep_graph=not is_last)
+            records = forward_pass.backward(columns, keep_graph=not is_last)
             if is_first and presence is not None and gated_layers:
                 waiting = list(records)
                 presence.find_missing_gradients(waiting, gated_layers)
                 records = _take_all(waiting)
             for record in records:
-                key = (record.block, group_index)
+                key = RecordKey(record.block, group_index)
                 if key not in chunk.added:
                     # A further group of columns repeats the inputs, which are counted once.
                     record = replace(
-                        record, input_weights=root.input_weights, has_new_inputs=is_first
+                        record, input_weights=cotangents.input_weights, has_new_inputs=is_first
                     )
                     self._add(record, presence, totals)
                     chunk.added.add(key)
-            self._add_zeros(chunk, group_index, len(group), totals)
-        totals.nll = totals.nll + root.loss
+            self._add_zeros(chunk, group_index, len(columns), totals)
+        totals.nll = totals.nll + cotangents.loss
         totals.weight += chunk_batch.total_weight
         totals.num_outputs += outputs[0].numel() * chunk_batch.total_weight
+
+    def _forward(self, inputs: Inputs) -> ForwardPass | SequentialPass:
+        """Run the network forward on the device of the fit, and check its outputs."""
+        x = move(inputs, self._context.device, None)
+        if self._is_channels_last and isinstance(x, Tensor):
+            x = x.contiguous(memory_format=torch.channels_last)
+        forward_pass = self._context.backend.forward(x)
+        check_outputs(forward_pass.outputs)
+        return forward_pass
 
     def _add_zeros(
         self, chunk: Chunk, group_index: int, num_columns: int, totals: DataTotals
     ) -> None:
         """Account for the blocks without a record in a group of columns; they count as zero."""
         for block in self._context.blocks:
-            key = (block, group_index)
+            key = RecordKey(block, group_index)
             if key in chunk.added:
                 continue
             self._accumulator.skip(block, chunk.size, num_columns)
@@ -385,7 +396,8 @@ def _supports_channels_last(context: FitContext, x: Inputs, forward_pass: Forwar
     converted_values = [converted_pass.outputs, *(call.x for call in converted_pass.layer_calls)]
     eps = max(coarsest_eps(context.network), torch.finfo(outputs.dtype).eps)
     return len(values) == len(converted_values) and all(
-        _are_close(*pair, tolerance=eps**0.5) for pair in zip(values, converted_values, strict=True)
+        _are_close(value, converted_value, tolerance=eps**0.5)
+        for value, converted_value in zip(values, converted_values, strict=True)
     )
 
 
@@ -436,9 +448,12 @@ def _num_columns(context: FitContext, outputs: Tensor) -> int:
 
 def _complete_groups(blocks: Sequence[Block], added: set[RecordKey]) -> set[RecordKey]:
     """Keep only the records of those column groups for which every block has a record."""
-    groups = {group for _, group in added}
-    complete = {group for group in groups if all((block, group) in added for block in blocks)}
-    return {(block, group) for block, group in added if group in complete}
+    complete_groups = {
+        group_index
+        for group_index in {key.group_index for key in added}
+        if all(RecordKey(block, group_index) in added for block in blocks)
+    }
+    return {key for key in added if key.group_index in complete_groups}
 
 
 def _not_enough_memory(chunk: Chunk, error: BaseException) -> RuntimeError:

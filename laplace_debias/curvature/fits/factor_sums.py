@@ -127,17 +127,22 @@ def sum_at_owners(context: FitContext, sums: SideSums) -> Mapping[Block, Factor]
         The sums of all processes, for the blocks that this process owns.
     """
     factors_of_rows = _join_rows_of_all(context, sums)
-    factors: dict[Block, Factor] = {**sums.sums, **factors_of_rows}
-    factors = {block: factors[block] for block in context.blocks if block in factors}
+    factors = _in_order(context, {**sums.sums, **factors_of_rows})
     check_finite(factors)
     if context.ranks.size == 1:
         return factors
     owners = owners_of_blocks(context)
     # Each process passes the same blocks, with zeros for blocks for which it has no sum.
     matrices = with_all_blocks(context, sums.sums)
-    factors = {**factors_of_rows, **context.ranks.sum_to_owners(matrices, owners)}
-    own_blocks = [b for b in context.blocks if b in factors and owners[b] == context.ranks.rank]
-    return {block: factors[block] for block in own_blocks}
+    summed_matrices = context.ranks.sum_to_owners(matrices, owners)
+    all_factors = _in_order(context, {**factors_of_rows, **summed_matrices})
+    rank = context.ranks.rank
+    return {block: factor for block, factor in all_factors.items() if owners[block] == rank}
+
+
+def _in_order(context: FitContext, factors: Mapping[Block, Factor]) -> dict[Block, Factor]:
+    """Sort factors by block, in the order of the context."""
+    return {block: factors[block] for block in context.blocks if block in factors}
 
 
 def _join_rows_of_all(context: FitContext, sums: SideSums) -> dict[Block, GramFactor]:

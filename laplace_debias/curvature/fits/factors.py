@@ -31,7 +31,9 @@ Reference: Eschenhagen et al. (2023), "Kronecker-factored approximate curvature 
 network architectures".
 """
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -63,18 +65,22 @@ def gradient_factor(record: BlockRecord, as_rows: bool = False) -> Factor:
     if as_rows or has_few_rows:
         rows = torch.cat([columns.movedim(-1, 1).flatten(0, 1) for columns in gradients.by_call])
         return GramFactor(rows if divisor == 1 else rows * divisor**-0.5)
-    total: Tensor | None = None
-    for columns in gradients.by_call:
-        if columns.shape[-1] > d_out and not block.has_diagonal_G:
-            # Products are computed per example, because they are smaller than a copy with the
-            # positions as rows.
-            G = (columns @ columns.mT).sum(0)
-        else:
-            rows = columns.movedim(-1, 1).flatten(0, 1)
-            G = rows.square().sum(0) if block.has_diagonal_G else gram(rows)
-        total = G if total is None else total + G
-    assert total is not None
+    products = (_outer_products(block, columns) for columns in gradients.by_call)
+    total = reduce(operator.add, products)
     return total if divisor == 1 else total / divisor
+
+
+def _outer_products(
+    block: Block, columns: Float[Tensor, "n *groups d_out positions"]
+) -> Float[Tensor, "..."]:
+    """Sum the outer products of gradients, or only the diagonals if G is diagonal."""
+    if block.has_diagonal_G:
+        return columns.movedim(-1, 1).flatten(0, 1).square().sum(0)
+    if columns.shape[-1] > block.shape[0]:
+        # Products are computed per example, because they are smaller than a copy with the positions
+        # as rows.
+        return (columns @ columns.mT).sum(0)
+    return gram(columns.movedim(-1, 1).flatten(0, 1))
 
 
 class _Gradients(NamedTuple):
@@ -125,7 +131,8 @@ def _masked_columns(
     masked_columns = []
     for columns, mask in zip(columns_by_call, masks, strict=True):
         by_example = columns.unflatten(0, (-1, len(mask)))  # [K, B, *groups, d_out, T]
-        rows = _select_positions(by_example.movedim(-1, 2), mask)
+        rows = _select_positions(by_example.movedim(-1, 2), mask)  # [K, n, *groups, d_out]
+        # Every position has the weight of its example.
         row_weights = _select_positions(weights[:, None].expand_as(mask)[None], mask)[0]
         rows = rows * append_dims(row_weights, rows.ndim - 1)
         masked_columns.append(rows.flatten(0, 1).unsqueeze(-1))

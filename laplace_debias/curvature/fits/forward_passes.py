@@ -45,7 +45,7 @@ class ForwardPasses:
             self._presence = Presence(context, forward_pass)
             sites = {block.site for block in self._blocks}
             self._presence.find_conditional_layers(batch, sites)
-        presence = self._presence.of_chunk(batch, tap.conditional)
+        presence = self._presence.in_chunk(batch, tap.conditional)
         input_weights = context.cotangents.input_weights(forward_pass.outputs, batch.targets)
         for block in self._blocks:
             inputs = [call.x for call in forward_pass.layer_calls if call.layer == block.layer]

@@ -174,9 +174,11 @@ def _rebuild_factor(
     U: Float[Tensor, "*groups d r"] | None,
     new: Factor,
 ) -> Factor:
-    """Build a factor from its eigenvalues and eigenvectors, in the dtype of the new factor.
+    r"""Build a factor from its eigenvalues and eigenvectors, in the dtype of the new factor.
 
-    The result is a vector if the factor is diagonal, and otherwise rows or matrices.
+    The factor is $U\,\mathrm{diag}(\lambda)\,U^\top$ or, if the other directions of a thin basis
+    share the eigenvalue ρ, $U\,\mathrm{diag}(\lambda - \rho)\,U^\top + \rho I$. The result is a
+    vector if the factor is diagonal, and otherwise rows or matrices.
 
     Args:
         key: The factor's block and side.

@@ -55,6 +55,7 @@ def curvature_along(
     values: BlockTensors = {}
     scales: dict[str, FactorScales] = {}
     for block, G in accumulator.G.projected.items():
+        # The block of a vector has no input factor: its A is 1.
         A = G.new_ones(*block.groups, 1)
         if block in along_A:
             A = along_A[block] / totals.input_divisor(block)
@@ -185,7 +186,8 @@ class SquaredGradients(Accumulator):
 
     def measure(self, record: BlockRecord) -> Tensor:
         """Compute the squares for a chunk of examples."""
-        return ekfac_magnitudes(record, *self._directions[record.block])
+        output_directions, input_directions = self._directions[record.block]
+        return ekfac_magnitudes(record, output_directions, input_directions)
 
     def add(self, block: Block, measured: Tensor) -> None:
         """Add the squares of a chunk."""

@@ -39,7 +39,7 @@ class Presence:
             outputs=forward_pass.outputs,
         )
 
-    def of_chunk(self, chunk: Batch, uncalled: Collection[Site] = ()) -> "ChunkPresence":
+    def in_chunk(self, chunk: Batch, uncalled: Collection[Site] = ()) -> "ChunkPresence":
         """Find the positions and examples of a chunk that take part.
 
         Args:
@@ -63,7 +63,7 @@ class Presence:
         return False
 
     def find_positions(self, chunk: Batch, uncalled: Collection[Site]) -> PresentPositions:
-        """Find the positions that take part; see `of_chunk` for the arguments."""
+        """Find the positions that take part; see `in_chunk` for the arguments."""
         conditional = self._tap.conditional.union(uncalled)
         return self._positions.find(chunk.inputs, chunk.targets, conditional)
 
@@ -140,11 +140,12 @@ def _have_gradients(records: Sequence[BlockRecord], columns: slice) -> bool:
     if not records:
         return True
     device = records[0].output_gradients[0].device
-    norms = []
+    norms_by_record = []
     for record in records:
-        by_call = [
-            torch.linalg.vector_norm(gradients[columns], dim=(0, *range(2, gradients.ndim)))
-            for gradients in record.output_gradients
-        ]
-        norms.append(torch.stack(by_call).amax(0).to(device))
-    return bool((torch.stack(norms) > 0).all())
+        norms_by_call = []
+        for gradients in record.output_gradients:
+            # All dimensions except the dimension of the examples, [K, B, ...].
+            dims = (0, *range(2, gradients.ndim))
+            norms_by_call.append(torch.linalg.vector_norm(gradients[columns], dim=dims))
+        norms_by_record.append(torch.stack(norms_by_call).amax(0).to(device))
+    return bool((torch.stack(norms_by_record) > 0).all())

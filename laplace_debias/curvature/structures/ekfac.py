@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from laplace_debias.curvature.data.batch import Batch
+from laplace_debias.curvature.fits.block_tensors import BlockTensors
 from laplace_debias.curvature.fits.context import CurvatureFit, FitContext
 from laplace_debias.curvature.fits.crossfit import (
     crossfit_ekfac,
@@ -42,14 +43,15 @@ class EkfacCurvature(FactoredCurvature):
         factors, totals = factor_sums(context, directions)
         bases = eigenbases(context, factors, totals)
         if magnitudes is None:
-            table, measured_totals = ekfac_sums(context, bases, directions, 0)
+            sums, measured_totals = ekfac_sums(context, bases, directions, 0)
         else:
-            table, measured_totals = ekfac_sums(context, bases, magnitudes, totals.num_examples)
+            sums, measured_totals = ekfac_sums(context, bases, magnitudes, totals.num_examples)
             totals = totals + measured_totals
-        for block, squares in table.items():
-            mean = squares.div_(measured_totals.weight)
-            table[block] = bases[block].pooled(mean, context.dtype)
-        return self.leading(CurvatureFit(assemble(context, bases, table), totals))
+        measured: BlockTensors = {}
+        for block in list(sums):
+            mean = sums.pop(block).div_(measured_totals.weight)
+            measured[block] = bases[block].pooled(mean, context.dtype)
+        return self.leading(CurvatureFit(assemble(context, bases, measured), totals))
 
     def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:
         """Fit directions to all data, and measure magnitudes on held-out folds.
@@ -60,11 +62,11 @@ class EkfacCurvature(FactoredCurvature):
         sums_by_fold, totals_by_fold = fold_factor_sums(context, folds)
         totals = total_of(totals_by_fold)
         bases = eigenbases(context, total_factors(sums_by_fold), totals)
-        table = crossfit_ekfac(context, folds, totals_by_fold, sums_by_fold, bases)
+        measured = crossfit_ekfac(context, folds, totals_by_fold, sums_by_fold, mean_bases=bases)
         sums_by_fold.clear()
-        for block, measured in table.items():
-            table[block] = bases[block].pooled(measured, context.dtype)
-        return self.leading(CurvatureFit(assemble(context, bases, table), totals))
+        for block, magnitudes in measured.items():
+            measured[block] = bases[block].pooled(magnitudes, context.dtype)
+        return self.leading(CurvatureFit(assemble(context, bases, measured), totals))
 
     def update(
         self,
@@ -86,12 +88,13 @@ class EkfacCurvature(FactoredCurvature):
             kronecker = earlier[block.name]
             assert isinstance(kronecker, EigenKronecker)
             bases[block] = _earlier_basis(kronecker, context.factor_dtype)
-        table, totals = ekfac_sums(context, bases, data, 0)
+        sums, totals = ekfac_sums(context, bases, data, 0)
         counts = ExampleCounts.for_update(information, num_data, totals)
-        for block, squares in table.items():
-            mean = bases[block].pooled(squares.div_(totals.weight), context.dtype)
-            table[block] = counts.mean(earlier[block.name].magnitudes, totals.weight * mean)
-        return CurvatureFit(assemble(context, bases, table), totals)
+        magnitudes: BlockTensors = {}
+        for block in list(sums):
+            mean = bases[block].pooled(sums.pop(block).div_(totals.weight), context.dtype)
+            magnitudes[block] = counts.mean(earlier[block.name].magnitudes, totals.weight * mean)
+        return CurvatureFit(assemble(context, bases, magnitudes), totals)
 
     def trial_passes(
         self, context: FitContext, data: Iterable[Batch]
@@ -110,6 +113,7 @@ class EkfacCurvature(FactoredCurvature):
         factors = sum(block.factors for block in blocks)
         bases = factors
         if workload.is_crossfit:
+            # The factors of all folds, the bases of their means, and the bases without one fold.
             bases = workload.num_folds * factors + 2 * factors
         # The copies of the directions in the model's dtype, which rotations use, are also counted.
         copies = 0

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -65,8 +66,8 @@ class FactoredCurvature(CurvatureStructure):
         for block in context.blocks:
             for key in factor_keys(block):
                 if not _is_axes(key):
-                    _, rows = _sizes(key, num_rows)
-                    size = key.size if rows is None else rows
+                    factor_rows = _stored_size(key, num_rows).num_rows
+                    size = key.size if factor_rows is None else factor_rows
                     sizes += [size] * block.num_groups
         return sizes
 
@@ -107,13 +108,29 @@ def _entries(factor: Factor) -> torch.Tensor:
     return factor.rows if isinstance(factor, GramFactor) else factor
 
 
-def _sizes(key: FactorKey, num_rows: NumRows) -> tuple[int, int | None]:
-    """Return a factor's number of entries and number of rows, which is None for a matrix."""
-    counts = num_rows.get(key.block, (None, None))
-    factor_rows = key.max_rows if key.is_streamed else counts[key.side]
+class _StoredSize(NamedTuple):
+    """The size of a factor that is stored as a matrix, as a diagonal or as rows.
+
+    Attributes:
+        num_entries: The number of entries.
+        num_rows: The number of rows; None for a matrix or a diagonal.
+    """
+
+    num_entries: int
+    num_rows: int | None
+
+
+def _stored_size(key: FactorKey, num_rows: NumRows) -> _StoredSize:
+    """Return the size of a factor, given the numbers of rows of a trial."""
+    if key.is_streamed:
+        factor_rows = key.max_rows
+    else:
+        factor_rows = num_rows.get(key.block, (None, None))[key.side]
     if factor_rows is not None:
-        return factor_rows * key.size, factor_rows
-    return prod(key.shape) if key.shape else 0, None
+        return _StoredSize(factor_rows * key.size, factor_rows)
+    if not key.shape:
+        return _StoredSize(0, None)
+    return _StoredSize(prod(key.shape), None)
 
 
 def _is_axes(key: FactorKey) -> bool:
@@ -129,7 +146,7 @@ def _factored_bytes(block: Block, context: FitContext, num_rows: NumRows) -> Blo
     kept_magnitudes = block.num_groups
     for key in factor_keys(block):
         d = key.size
-        num_entries, factor_rows = _sizes(key, num_rows)
+        num_entries, factor_rows = _stored_size(key, num_rows)
         factors += num_entries
         num_directions = d
         num_magnitudes = d
@@ -153,5 +170,6 @@ def _factored_bytes(block: Block, context: FitContext, num_rows: NumRows) -> Blo
 
 def _largest_matrix(block: Block, context: FitContext, num_rows: NumRows) -> int:
     """Count the bytes of the largest matrix, or rows, that is decomposed for a block."""
-    entries = [_sizes(key, num_rows)[0] for key in factor_keys(block) if not _is_axes(key)]
-    return context.factor_dtype.itemsize * max(entries, default=0)
+    keys = [key for key in factor_keys(block) if not _is_axes(key)]
+    nums_entries = [_stored_size(key, num_rows).num_entries for key in keys]
+    return context.factor_dtype.itemsize * max(nums_entries, default=0)

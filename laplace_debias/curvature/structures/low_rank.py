@@ -133,11 +133,14 @@ class LowRankCurvature(DenseCurvature):
             working_bytes = max(workload.working_bytes, rows)
         # While the directions are computed, there are two copies of them, or three in
         # cross-fitting.
-        copies = 3 if workload.is_crossfit else 2
-        rows_of_folds = 2 * rows if workload.is_crossfit else rows
+        row_copies = 1
+        direction_copies = 2
+        if workload.is_crossfit:
+            row_copies = 2
+            direction_copies = 3
         return {
             "Jacobian rows": rows + max(0, working_bytes),
-            "directions": rows_of_folds + copies * directions,
+            "directions": row_copies * rows + direction_copies * directions,
         }
 
     def tensors(self, block: CurvatureBlock) -> dict[str, Tensor]:
