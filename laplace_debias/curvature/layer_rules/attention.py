@@ -36,22 +36,26 @@ class AttentionRule(LayerRule):
         prefix = f"{path}." if path else ""
         name = prefix + key
         is_bias = parameter.ndim == 1
-        is_packed = key.startswith("in_proj")
+        kind = self.kind
+        d_in = parameter.shape[-1]
+        if is_bias:
+            kind = "bias"
+            d_in = 1
         projections: Sequence[str] = _PROJECTIONS
-        if not is_packed:
+        block_names = [f"{name}[{index}]" for index in range(len(_PROJECTIONS))]
+        if not key.startswith("in_proj"):
+            # The parameter belongs to one projection, such as `q_proj_weight` to the query.
             projections = [p for p in _PROJECTIONS if key.startswith(p[0])]
+            block_names = [name]
         blocks = []
         for index, projection in enumerate(projections):
             block = Block(
-                name=f"{name}[{index}]" if is_packed else name,
+                name=block_names[index],
                 parameters=(name,),
                 layer=prefix + projection,
                 rule=_PROJECTION,
-                shape=(
-                    parameter.shape[0] // len(projections),
-                    1 if is_bias else parameter.shape[1],
-                ),
-                kind="bias" if is_bias else self.kind,
+                shape=(parameter.shape[0] // len(projections), d_in),
+                kind=kind,
                 group=index,
                 sharing=sharing,
                 is_vector=is_bias,

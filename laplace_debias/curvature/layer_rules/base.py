@@ -353,7 +353,8 @@ class LayerRule:
         if g.ndim == 2:
             # The outputs have one position per example.
             return (g != 0).any(1, keepdim=True)
-        return (g != 0).any(1 if self.channels_first else -1).flatten(1)
+        channel_dim = 1 if self.channels_first else -1
+        return (g != 0).any(channel_dim).flatten(1)
 
     def jacobian_rows(
         self, layer: nn.Module, block: Block, x: LayerInputs, g: OutputGradients

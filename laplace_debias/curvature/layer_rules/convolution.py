@@ -106,8 +106,10 @@ class ConvolutionRule(LayerRule):
         is_flat = isinstance(layer, (nn.Conv1d, nn.Conv2d)) and layer.in_channels == layer.groups
         if has_mkldnn and is_flat and x.device.type == "cpu" and x.dtype == torch.float32:
             rows = _correlate(layer, x, g)
+            if not block.is_joint:
+                return rows
             total = self.output_gradients(layer, block, x, g).sum(-1)
-            return torch.cat([rows, total], dim=-1) if block.is_joint else rows
+            return torch.cat([rows, total], dim=-1)
         rows_by_slice = []
         for examples in self.slices(layer, block, x):
             sliced_x = x[examples]
@@ -160,9 +162,12 @@ class ConvolutionRule(LayerRule):
         """
         if not isinstance(directions, Basis) or not _convolves_faster(layer, block):
             return super().activations_along(layer, block, x, directions)
-        U = directions.U
-        bias = U[-1] if block.is_joint else None
-        filters = U[:-1] if block.is_joint else U
+        filters = directions.U
+        bias: Tensor | None = None
+        if block.is_joint:
+            # The last entry of each direction multiplies the 1 that follows a patch.
+            bias = filters[-1]
+            filters = filters[:-1]
         filters = filters.T.unflatten(1, layer.weight.shape[1:])
         filtered = F.conv2d(_pad(layer, x), filters, bias, layer.stride, 0, layer.dilation)
         return filtered.flatten(2).mT
@@ -301,8 +306,10 @@ def _has_cheap_examples(layer: Any, gradients: Float[Tensor, "batch rows *space"
     registers of the processor, so the limit is lower for such layers.
     """
     multiplications = gradients[0].numel() * layer.weight[0].numel()
-    is_narrow = layer.in_channels < _VECTOR_CHANNELS
-    return multiplications < (_CHEAP_IF_NARROW if is_narrow else _CHEAP_IF_WIDE)
+    limit = _CHEAP_IF_WIDE
+    if layer.in_channels < _VECTOR_CHANNELS:
+        limit = _CHEAP_IF_NARROW
+    return multiplications < limit
 
 
 def _kernel_gradients_at_once(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +41,14 @@ _SECONDS_PER_UNFOLDED_ENTRY = 4e-9
 _SECONDS_PER_UNFOLDED_MULTIPLICATION = 2.2e-11
 _SECONDS_TO_UNFOLD = 5e-4
 
-Phase = tuple[int, int]
-"""The row and the column of the first pixel of a phase."""
+
+class Phase(NamedTuple):
+    """The row and the column of the first pixel of a phase."""
+
+    row: int
+    column: int
+
+
 Pairs = dict[tuple[int, int], int]
 """Pairs of kernel offsets along one dimension, with their displacements."""
 
@@ -76,7 +82,8 @@ def seconds_by_displacements(
     There are a few operations for every pair of offsets and for every row and column at the border.
     With few channels or without padding, these operations cost more than the unfolded patches.
     """
-    counts = _count_products(*_axes(layer, tuple(x.shape[2:])))
+    rows, columns = _axes(layer, tuple(x.shape[2:]))
+    counts = _count_products(rows, columns)
     channels = x.shape[1] // num_groups
     squared_channels = channels**2
     pixels = len(x) * (counts.displaced_pixels + counts.border_pixels)
@@ -128,10 +135,10 @@ def patch_moments(
     if x.is_contiguous(memory_format=torch.channels_last):
         layout = torch.channels_last
     images: dict[Phase, Tensor] = {}
-    for row_phase, column_phase in _phases(rows, columns):
-        image = x[:, :, row_phase :: rows.stride, column_phase :: columns.stride]
+    for phase in _phases(rows, columns):
+        image = x[:, :, phase.row :: rows.stride, phase.column :: columns.stride]
         if image.numel():
-            images[row_phase, column_phase] = image.contiguous(memory_format=layout)
+            images[phase] = image.contiguous(memory_format=layout)
     for first, second in itertools.combinations_with_replacement(images, 2):
         products = _products_of_offsets(
             rows, columns, (first, second), images[first], images[second]
@@ -147,10 +154,19 @@ def _axes(layer: nn.Conv1d | nn.Conv2d, shape: tuple[int, ...]) -> tuple["_Offse
     # `F.pad` takes the last dimension first, and for each dimension the margins before and after.
     padding = layer._reversed_padding_repeated_twice
     margins = zip(padding[-2::-2], padding[::-2], strict=True)
-    geometry = zip(layer.kernel_size, layer.dilation, layer.stride, shape, margins, strict=True)
-    axes = [_Offsets(*along) for along in geometry]
+    axes: list[_Offsets] = []
+    for dim, margins_along in enumerate(margins):
+        offsets = _Offsets(
+            size=layer.kernel_size[dim],
+            dilation=layer.dilation[dim],
+            stride=layer.stride[dim],
+            length=shape[dim],
+            margins=margins_along,
+        )
+        axes.append(offsets)
     if len(axes) == 1:
-        return _Offsets(1, 1, 1, 1, (0, 0)), axes[0]
+        single_row = _Offsets(size=1, dilation=1, stride=1, length=1, margins=(0, 0))
+        return single_row, axes[0]
     return axes[0], axes[1]
 
 
@@ -180,13 +196,12 @@ def _count_products(rows: "_Offsets", columns: "_Offsets") -> _ProductCounts:
     border_pixels = 0
     for phases in itertools.combinations_with_replacement(_phases(rows, columns), 2):
         row_pairs, column_pairs = _pairs_of_phases(rows, columns, phases)
-        first_row, first_column = phases[0]
         num_pairs += len(row_pairs) * len(column_pairs)
         num_displacements = len(rows.between(row_pairs.values())) * len(
             columns.between(column_pairs.values())
         )
-        height = rows.num_pixels(first_row)
-        width = columns.num_pixels(first_column)
+        height = rows.num_pixels(phases[0].row)
+        width = columns.num_pixels(phases[0].column)
         displaced_pixels += num_displacements * height * width
         # One product for each row and each column, and for each pixel where they cross.
         confined_rows = rows.confined_displacements(row_pairs)
@@ -286,7 +301,8 @@ class _Offsets:
 
 def _phases(rows: _Offsets, columns: _Offsets) -> list[Phase]:
     """List the phases of the pixels that a kernel reads, in ascending order."""
-    return list(itertools.product(sorted(set(rows.phases)), sorted(set(columns.phases))))
+    phases = itertools.product(sorted(set(rows.phases)), sorted(set(columns.phases)))
+    return [Phase(row, column) for row, column in phases]
 
 
 def _pairs_of_phases(
@@ -294,14 +310,14 @@ def _pairs_of_phases(
 ) -> tuple[Pairs, Pairs]:
     """Return the pairs of row offsets and of column offsets whose products are needed.
 
-    Every pair of row offsets is combined with every pair of column offsets. Within one phase, only
-    one of two opposite displacements is needed.
+    Every pair of row offsets is combined with every pair of column offsets. Within one phase,
+    opposite displacements give transposed products, so upward displacements are left out.
     """
     first, second = phases
-    row_pairs = rows.pairs(first[0], second[0])
-    column_pairs = columns.pairs(first[1], second[1])
+    row_pairs = rows.pairs(first.row, second.row)
+    column_pairs = columns.pairs(first.column, second.column)
     if first == second:
-        row_pairs = {pair: down for pair, down in row_pairs.items() if down >= 0}
+        row_pairs = {pair: dy for pair, dy in row_pairs.items() if dy >= 0}
     return row_pairs, column_pairs
 
 
@@ -352,12 +368,15 @@ def _displaced_products(
     """Compute the products of an image with its partner at all displacements, over all pixels.
 
     They are the weight gradient of a convolution: the partner is the input, and the image is the
-    output gradients.
+    output gradients. The partner is padded so that the image, at its least displacement, begins at
+    the first pixel, and at its greatest displacement, ends at the last pixel.
     """
-    extra_rows = image.shape[2] - partner.shape[2]
-    extra_columns = image.shape[3] - partner.shape[3]
+    margin_above = -down[0]
+    margin_below = down[-1] + image.shape[2] - partner.shape[2]
+    margin_left = -right[0]
+    margin_right = right[-1] + image.shape[3] - partner.shape[3]
     products = conv2d_weight(
-        F.pad(partner, (-right[0], right[-1] + extra_columns, -down[0], down[-1] + extra_rows)),
+        F.pad(partner, (margin_left, margin_right, margin_above, margin_below)),
         (image.shape[1], image.shape[1], len(down), len(right)),
         image,
         dilation=(down.step, right.step),

@@ -129,7 +129,9 @@ def _upper_triangle(
     by_distance[:, :, 0].mul_(0.5)
     # The distance from offset i to offset k ≥ i is k − i. Zeros are appended to the distances of
     # each row. Row i of the view begins i distances before its own data, among the zeros of the row
-    # before, so its entries for k < i are zero.
+    # before, so its entries for k < i are zero. For three offsets, the products p(i, distance) are
+    # stored as  p00 p01 p02 0 0 | p10 p11 p12 0 0 | p20 p21 p22 0 0,  and the rows of the view are
+    # p00 p01 p02,  0 p10 p11  and  0 0 p20.
     num_distances = 2 * kernel_height - 1
     with_zeros = by_distance.new_zeros(kernel_height, size, num_distances, size)
     with_zeros[:, :, :kernel_height] = by_distance
