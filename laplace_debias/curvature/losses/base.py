@@ -248,10 +248,10 @@ class NegativeLogLikelihood(OutputLoss):
         positions = columns.shape[2:-1]
         if not positions:
             return columns
-        columns = columns.flatten(2, -2)
+        columns = columns.flatten(2, -2)  # [K, B, T, C]
         is_position = torch.eye(columns.shape[2], dtype=columns.dtype, device=columns.device)
-        columns = columns.unsqueeze(1) * is_position[:, None, :, None]
-        return columns.flatten(0, 1).unflatten(2, positions)
+        separate_columns = columns.unsqueeze(1) * is_position[:, None, :, None]  # [K, T, B, T, C]
+        return separate_columns.flatten(0, 1).unflatten(2, positions)
 
     def signed_root(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """Add up the columns of all positions at once, each multiplied by a random sign."""

@@ -1,6 +1,7 @@
 """Losses of torch: three losses in closed form, and all other losses by differentiation."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -127,11 +128,12 @@ class CrossEntropy(NegativeLogLikelihood):
                 f"{shape[1]} classes (dimension 1 of the outputs). Pass one weight per class."
             )
         is_soft = targets.is_floating_point()
-        if targets.shape != (shape if is_soft else shape[:1] + shape[2:]):
+        index_shape = shape[:1] + shape[2:]
+        expected_shape = shape if is_soft else index_shape
+        if targets.shape != expected_shape:
             raise ValueError(
                 f"Targets have shape {tuple(targets.shape)}. Pass class indices of shape "
-                f"{tuple(shape[:1] + shape[2:])}, or class probabilities of shape "
-                f"{tuple(shape)}."
+                f"{tuple(index_shape)}, or class probabilities of shape {tuple(shape)}."
             )
         if not is_soft:
             self.likelihood.check(outputs.movedim(1, -1).flatten(0, -2), targets.flatten())
@@ -219,6 +221,18 @@ class SquaredError(OutputLoss):
         return (2**0.5 * torch.special.ndtri(uniforms(outputs))).to(outputs.dtype)
 
 
+class _EntryWeights(NamedTuple):
+    """The weights in the terms of `BinaryCrossEntropy`, one of each per entry.
+
+    Attributes:
+        total: T = w (1 + (π − 1) y), the weight of the softplus and of the Hessian.
+        positive: w π, the weight of y f.
+    """
+
+    total: Tensor
+    positive: Tensor
+
+
 class BinaryCrossEntropy(OutputLoss):
     r"""`nn.BCEWithLogitsLoss` of logits and targets in [0, 1] with the same shape.
 
@@ -257,21 +271,20 @@ class BinaryCrossEntropy(OutputLoss):
         targets = columns_of(targets, ndim)
         if self._weight is None and self._pos_weight is None:
             return Labels(targets)
-        total, _ = self._weights(targets, torch.float64)
         counted = None
         if self._weight is not None:
             counted = (self._weight != 0).to(targets.device).expand(targets.shape)
-        return Labels(targets, counted, total)
+        return Labels(targets, counted, self._weights(targets, torch.float64).total)
 
-    def _weights(self, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Compute T and w π of every entry in float64, and convert them."""
+    def _weights(self, targets: Tensor, dtype: torch.dtype) -> _EntryWeights:
+        """Compute the weights of every entry in float64, and convert them."""
         # Compute in float64 even if targets are in half precision, because torch does not round the
         # weights to half precision either.
         targets = targets.double()
         weight = _expand_weight(self._weight, targets)
         positive = weight * _expand_weight(self._pos_weight, targets)
         total = weight + (positive - weight) * targets
-        return total.to(dtype), positive.to(dtype)
+        return _EntryWeights(total.to(dtype), positive.to(dtype))
 
     def count(self, targets: Tensor) -> float:
         """Count the entries, whatever their weights, as torch does."""
@@ -286,22 +299,22 @@ class BinaryCrossEntropy(OutputLoss):
         return self._terms(outputs, labels).flatten(1).sum(1)
 
     def _terms(self, outputs: Tensor, labels: Labels) -> Tensor:
-        total, positive = self._weights(labels.targets, outputs.dtype)
+        weights = self._weights(labels.targets, outputs.dtype)
         targets = labels.targets.to(outputs.dtype)
         # Each formula is used where its second derivative is accurate; torch's softplus is a
         # straight line above 20.
         softplus = torch.where(outputs > 0, -F.logsigmoid(-outputs), F.softplus(outputs))
-        return total * softplus - positive * targets * outputs
+        return weights.total * softplus - weights.positive * targets * outputs
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute T p − w π y."""
-        total, positive = self._weights(labels.targets, outputs.dtype)
+        weights = self._weights(labels.targets, outputs.dtype)
         targets = labels.targets.to(outputs.dtype)
-        return total * outputs.sigmoid() - positive * targets
+        return weights.total * outputs.sigmoid() - weights.positive * targets
 
     def hessian(self, outputs: Tensor, labels: Labels) -> OutputMap:
         """Return the map from v to T p (1 − p) ∘ v."""
-        total, _ = self._weights(labels.targets, outputs.dtype)
+        total = self._weights(labels.targets, outputs.dtype).total
         curvature = total * outputs.sigmoid() * (-outputs).sigmoid()
         return lambda v: curvature * v
 
@@ -316,13 +329,13 @@ class BinaryCrossEntropy(OutputLoss):
 
     def _deviations(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute √(T p (1 − p))."""
-        total, _ = self._weights(labels.targets, outputs.dtype)
+        total = self._weights(labels.targets, outputs.dtype).total
         deviation = (0.5 * (F.logsigmoid(outputs) + F.logsigmoid(-outputs))).exp()
         return total.sqrt() * deviation
 
     def drawn_gradient(self, outputs: Tensor, labels: Labels, uniforms: Uniforms) -> Tensor:
         """Compute √T (p − y) for labels y that are drawn from the sigmoid."""
-        total, _ = self._weights(labels.targets, outputs.dtype)
+        total = self._weights(labels.targets, outputs.dtype).total
         p = outputs.sigmoid()
         return total.sqrt() * (p - (uniforms(p, labels.counted) < p).to(p.dtype))
 
@@ -369,7 +382,10 @@ class AnyLoss(OutputLoss):
 
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute the callable's value, times the number of examples if it is a mean."""
-        value = self._loss(outputs.squeeze(1) if self._takes_vectors else outputs, labels.targets)
+        num_examples = outputs.shape[0]
+        if self._takes_vectors:
+            outputs = outputs.squeeze(1)
+        value = self._loss(outputs, labels.targets)
         if not isinstance(value, Tensor) or value.ndim != 0:
             description = type(value).__name__
             if isinstance(value, Tensor):
@@ -379,7 +395,7 @@ class AnyLoss(OutputLoss):
                 "Reduce it with `.mean()` or `.sum()`, and pass the matching "
                 '`reduction="mean"` or `reduction="sum"`.'
             )
-        return value * outputs.shape[0] if self.reduction == "mean" else value
+        return value * num_examples if self.reduction == "mean" else value
 
     def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
         """Compute the callable's value for each example separately."""
@@ -393,7 +409,7 @@ class AnyLoss(OutputLoss):
             (g,) = torch.autograd.grad(self.value(f, labels), f, create_graph=True)
 
         def product(v: Tensor) -> Tensor:
-            if not g.requires_grad:  # a loss that is linear in the outputs
+            if not g.requires_grad:  # The loss is linear in the outputs.
                 return torch.zeros_like(v)
             with quiet():
                 return torch.autograd.grad(
@@ -434,7 +450,9 @@ def _each_alone(values: Tensor) -> Tensor:
 
 def _expand_weight(weight: Tensor | None, targets: Tensor) -> Tensor:
     """Return the weight of every entry of the targets, 1 by default."""
-    return torch.ones_like(targets) if weight is None else weight.to(targets).expand(targets.shape)
+    if weight is None:
+        return torch.ones_like(targets)
+    return weight.to(targets).expand(targets.shape)
 
 
 def _non_negative(weight: Tensor | None, name: str) -> Tensor | None:
@@ -445,6 +463,7 @@ def _non_negative(weight: Tensor | None, name: str) -> Tensor | None:
 
 def _broadcasts(weight: Tensor, shape: torch.Size) -> bool:
     """Whether a weight can be broadcast to a shape without enlarging that shape."""
+    # Broadcasting aligns the last dimensions.
     sizes = zip(weight.shape[::-1], shape[::-1], strict=False)
     return weight.ndim <= len(shape) and all(size in (1, target) for size, target in sizes)
 

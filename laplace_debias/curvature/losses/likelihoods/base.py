@@ -374,9 +374,13 @@ def probit(mean: Tensor, covariance: Tensor) -> Tensor:
 
     The logistic function is close to the normal distribution function of √(π/8)·x.
     """
-    is_matrix = covariance.ndim > mean.ndim
-    variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
-    return mean / (1 + math.pi / 8 * variances).sqrt()
+    return mean / (1 + math.pi / 8 * variances_of(mean, covariance)).sqrt()
+
+
+def variances_of(mean: Tensor, covariance: Tensor) -> Tensor:
+    """Return the variances in a covariance, which may consist only of the variances."""
+    has_only_variances = covariance.ndim == mean.ndim
+    return covariance if has_only_variances else covariance.diagonal(dim1=-2, dim2=-1)
 
 
 def check_quantile_probabilities(probabilities: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -209,8 +209,12 @@ class Categorical(Likelihood):
     def counted(self, targets: Tensor) -> Tensor:
         """Return the mask of targets that are not ignored and have a positive weight."""
         counted = self._not_ignored(targets)
-        weights = self.curvature_weights(targets) if self.class_weights is not None else None
-        return counted if weights is None else counted & (weights.reshape(counted.shape) > 0)
+        if self.class_weights is None:
+            return counted
+        weights = self.curvature_weights(targets)
+        if weights is None:
+            return counted
+        return counted & (weights.reshape(counted.shape) > 0)
 
     def _not_ignored(self, targets: Tensor) -> Tensor:
         if _are_soft(targets):
@@ -225,7 +229,8 @@ class Categorical(Likelihood):
             weights = weights.to(targets.device, non_blocking=True)
         if _are_soft(targets):
             q = targets.double()
-            weights = q.new_ones(q.shape[-1]) if weights is None else weights
+            if weights is None:
+                weights = q.new_ones(q.shape[-1])
             if len(weights) != q.shape[-1]:
                 return None  # `check` raises the error.
             target_weights = q @ weights
@@ -247,9 +252,9 @@ class Categorical(Likelihood):
         Reference: Tanabe & Sagae (1992), "An exact Cholesky decomposition and the generalized
         inverse of the variance–covariance matrix of the multinomial distribution".
         """
-        p, diagonal, below = _cholesky(outputs)
-        root = -p.unsqueeze(-1) * below.unsqueeze(-2)  # [B, C, C−1]
-        root = root.tril(-1) + F.pad(torch.diag_embed(diagonal), (0, 0, 0, 1))
+        p, diagonal, scales = _cholesky(outputs)
+        below_diagonal = (-p.unsqueeze(-1) * scales.unsqueeze(-2)).tril(-1)  # [B, C, C−1]
+        root = below_diagonal + F.pad(torch.diag_embed(diagonal), (0, 0, 0, 1))
         return root.movedim(-1, 0)
 
     def signed_root(self, outputs: Tensor, draw_signs: Callable[[int], Tensor]) -> Tensor:
@@ -258,10 +263,10 @@ class Categorical(Likelihood):
         $$\epsilon_i L_{ii} - p_i \sum_{j<i}\epsilon_j\sqrt{p_j / (q_{j-1} q_j)}$$
         See `hessian_root` for the symbols. A cumulative sum replaces the C−1 columns.
         """
-        p, diagonal, below = _cholesky(outputs)
+        p, diagonal, scales = _cholesky(outputs)
         signs = draw_signs(diagonal.shape[-1]).to(p.dtype)
-        sums_below = F.pad((signs * below).cumsum(-1), (1, 0))
-        return F.pad(signs * diagonal, (0, 1)) - p * sums_below
+        sums_before = F.pad((signs * scales).cumsum(-1), (1, 0))
+        return F.pad(signs * diagonal, (0, 1)) - p * sums_before
 
     def hessian_trace(self, outputs: Tensor) -> Tensor:
         """Compute the trace 1 − Σ p² without forming the `[C, C]` matrix."""
@@ -334,12 +339,27 @@ def _advice_on_columns(outputs: Tensor, targets: Tensor) -> str:
     return _SEVERAL_LABELS
 
 
-def _cholesky(outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute p, the root's diagonal, and its columns below the diagonal divided by −p."""
+class _CholeskyFactor(NamedTuple):
+    """The parts of the Cholesky factor in `Categorical.hessian_root`.
+
+    Attributes:
+        p: The probabilities.
+        diagonal: The diagonal, `[B, C − 1]`.
+        scales: For each column j, the entries below the diagonal divided by −p_i, which do not
+            depend on the row i, `[B, C − 1]`.
+    """
+
+    p: Tensor
+    diagonal: Tensor
+    scales: Tensor
+
+
+def _cholesky(outputs: Tensor) -> _CholeskyFactor:
+    """Compute the Cholesky factor of the loss Hessian."""
     p = outputs.softmax(-1)
     tiny = torch.finfo(p.dtype).tiny
     # heads[j] = Σ_{k≥j} p_k, summed from the end so that small tails are accurate.
     heads = p.flip(-1).cumsum(-1).flip(-1)
     tail = heads[..., 1:]
     ratio = (p[..., :-1] / heads[..., :-1].clamp_min(tiny)).sqrt()
-    return p, ratio * tail.sqrt(), ratio / tail.clamp_min(tiny).sqrt()
+    return _CholeskyFactor(p, ratio * tail.sqrt(), ratio / tail.clamp_min(tiny).sqrt())

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from laplace_debias.curvature.losses.likelihoods.base import (
     Likelihood,
     check_quantile_probabilities,
     columns_of,
+    variances_of,
 )
 from laplace_debias.curvature.network.outputs import require, warn_of_positive
 
@@ -135,9 +136,7 @@ class Poisson(Likelihood):
         if covariance is None:
             # torch's Poisson distribution lacks a distribution function and quantiles.
             covariance = torch.zeros_like(mean)
-        is_matrix = covariance.ndim > mean.ndim
-        variances = covariance.diagonal(dim1=-2, dim2=-1) if is_matrix else covariance
-        return Independent(self.marginals(mean, variances), 1)
+        return Independent(self.marginals(mean, variances_of(mean, covariance)), 1)
 
     def mixture(self, samples: Tensor) -> Independent:
         """Return, for each output, the mixture of the samples' Poisson distributions."""
@@ -268,8 +267,8 @@ class PoissonLogNormal(_Counts):
             slope = mode.exp() - counts + (mode - mean) / variance
             mode = mode - slope / (mode.exp() + 1 / variance)
         at_mode = counts * mode - mode.exp() - 0.5 * (mode - mean).square() / variance
-        _, falls, weights = _around_mode(mode.unsqueeze(-1), 1 / variance.unsqueeze(-1))
-        integral = (weights * (-falls).exp()).sum(-1)
+        quadrature = _around_mode(mode.unsqueeze(-1), 1 / variance.unsqueeze(-1))
+        integral = (quadrature.weights * (-quadrature.falls).exp()).sum(-1)
         return at_mode - 0.5 * (2 * math.pi * variance).log() + integral.log()
 
     def _cdf(self, counts: Tensor) -> Tensor:
@@ -335,12 +334,13 @@ def _cdf_by_gamma(
 ) -> Float[Tensor, " *batch"]:
     """Integrate P(λ < g) over the gamma variable g, with nodes for its logarithm."""
     mode = gamma_shape.log()
-    shifts, falls, weights = _around_mode(mode, torch.zeros_like(gamma_shape))
-    density = (_log_density_at_mode(gamma_shape) - falls).exp()
+    quadrature = _around_mode(mode, torch.zeros_like(gamma_shape))
+    density = (_log_density_at_mode(gamma_shape) - quadrature.falls).exp()
     # A variance of zero is replaced, because the other quadrature is used for it.
     deviation = torch.where(variance == 0, 1.0, variance).sqrt()
-    below_node = torch.special.ndtr((mode + shifts - mean) / deviation)
-    return (weights * density * below_node).sum(-1)
+    # P(λ < g) at the nodes: log λ is normal with this mean and deviation.
+    below_node = torch.special.ndtr((mode + quadrature.nodes - mean) / deviation)
+    return (quadrature.weights * density * below_node).sum(-1)
 
 
 def _log_density_at_mode(shape: Tensor) -> Tensor:
@@ -354,12 +354,24 @@ def _log_density_at_mode(shape: Tensor) -> Tensor:
     return torch.where(shape > 100, stirling, at_mode)
 
 
+class _Quadrature(NamedTuple):
+    """A quadrature around the mode of an integrand.
+
+    Attributes:
+        nodes: The nodes u, as distances from the mode.
+        falls: The values r(u) by which the logarithm of the integrand falls from the mode.
+        weights: The weights.
+    """
+
+    nodes: Float[Tensor, "*batch nodes"]
+    falls: Float[Tensor, "*batch nodes"]
+    weights: Float[Tensor, "*batch nodes"]
+
+
 def _around_mode(
     log_rate: Float[Tensor, "*batch 1"], precision: Float[Tensor, "*batch 1"]
-) -> tuple[
-    Float[Tensor, "*batch nodes"], Float[Tensor, "*batch nodes"], Float[Tensor, "*batch nodes"]
-]:
-    r"""Return nodes of a quadrature for $\exp(-r(u))$, $r(u) = a (e^u - 1 - u) + c u^2 / 2$.
+) -> _Quadrature:
+    r"""Return the nodes of a quadrature for $\exp(-r(u))$, $r(u) = a (e^u - 1 - u) + c u^2 / 2$.
 
     The density of the log-rate times the probability of a count has this form around its mode. It
     decays like a Gaussian on the left, and much faster on the right. Therefore, each side has its
@@ -368,9 +380,6 @@ def _around_mode(
     Args:
         log_rate: log a.
         precision: c, at least 0.
-
-    Returns:
-        The nodes u, the values r(u), and the weights.
     """
     rate = log_rate.exp()
     left, right = _reach(log_rate, precision)
@@ -379,14 +388,14 @@ def _around_mode(
     nodes = (1 + nodes) / 2
     weights = weights / 2
     u = torch.cat([-left * nodes, right * nodes], -1)
+    # For small u, use the Taylor series of eᵘ − 1 − u, because the terms are many orders of
+    # magnitude larger than their sum.
     series = u.square() / 2 * (1 + u / 3 + u.square() / 12 + u.pow(3) / 60)
-    # For small u, use a series, because the terms are many orders of magnitude larger than their
-    # sum.
     near = rate * torch.where(u.abs() < 1e-3, series, u.clamp_max(1).expm1() - u)
     # A tiny rate times the exponential of a large u is the exponential of a sum.
     far = (log_rate + u).exp() - rate * (1 + u)
     falls = torch.where(u < 1, near, far) + precision * u.square() / 2
-    return u, falls, torch.cat([left * weights, right * weights], -1)
+    return _Quadrature(u, falls, torch.cat([left * weights, right * weights], -1))
 
 
 @torch.no_grad()
