@@ -32,14 +32,35 @@ class LinearMap(Protocol):
 
 @dataclass(frozen=True)
 class Linearisation:
-    """The linearisation of a network on one batch: its outputs and linear maps.
+    """The linearisation of a network on one batch.
 
-    The maps are the Jacobian and its adjoint, or only the Hessian.
+    Attributes:
+        outputs: The outputs.
+        maps: The Jacobian and its adjoint, or only the Hessian.
+        num_bytes: The bytes of the tensors that the maps keep.
     """
 
     outputs: Tensor
     maps: tuple[LinearMap, ...]
     num_bytes: int
+
+    @property
+    def jacobian(self) -> LinearMap:
+        """The Jacobian, which maps tangents at the parameters to the outputs."""
+        jacobian, _ = self.maps
+        return jacobian
+
+    @property
+    def adjoint(self) -> LinearMap:
+        """The adjoint of the Jacobian, which maps cotangents at the outputs to the parameters."""
+        _, adjoint = self.maps
+        return adjoint
+
+    @property
+    def hessian(self) -> LinearMap:
+        """The Hessian with respect to the parameters."""
+        (hessian,) = self.maps
+        return hessian
 
 
 class Lineariser:
@@ -229,7 +250,10 @@ def linearised_by_reverse(
 
 
 def _check_adjoint(linearisation: Linearisation, parameters: Tensors) -> None:
-    """Require that the last map is the adjoint of the first, because some torch rules disagree."""
+    """Require that the last map is the adjoint of the first, because some torch rules disagree.
+
+    A Hessian, as the only map, must be its own adjoint.
+    """
     if not are_adjoint(linearisation.maps[0], linearisation.maps[-1], parameters):
         raise UntraceableError("derivatives forward and back differ")
 
@@ -249,7 +273,8 @@ def are_adjoint(push: LinearMap, pull: LinearMap, parameters: Tensors) -> bool:
     # u is drawn, because the pushed vector itself is zero where a derivative is missing.
     u = drawn_like(pushed)
     pulled = pull(u, batched=False)
-    # The standard deviation of each product is the norm of the factor that is not drawn.
+    # For adjoint maps, ⟨push v, u⟩ = ⟨v, pull u⟩. The standard deviation of each product is the
+    # norm of the factor that is not drawn.
     scale = max(_product(pushed, pushed), _product(pulled, pulled)) ** 0.5
     allowed = torch.finfo(v[0].dtype).eps ** 0.5 * scale
     return abs(_product(pushed, u) - _product(pulled, v)) <= allowed
@@ -263,10 +288,11 @@ def _evaluate(program: Program, points: Tensors, not_counted: Tensors) -> Linear
     """Compute the outputs and the linear maps of a program at points."""
     with torch.no_grad():
         residuals = program.residuals(*points)
-    maps = [
-        _with_fallback(partial(_apply_function, function, [residuals[i] for i in used]))
-        for function, used in program.maps
-    ]
+    maps: list[LinearMap] = []
+    for recorded_map in program.maps:
+        own_residuals = [residuals[index] for index in recorded_map.residual_indices]
+        apply = partial(_apply_function, recorded_map.function, own_residuals)
+        maps.append(_with_fallback(apply))
     return Linearisation(residuals[0], tuple(maps), _num_bytes(residuals, not_counted))
 
 

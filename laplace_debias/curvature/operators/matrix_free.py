@@ -19,6 +19,7 @@ from laplace_debias.curvature.operators.linearisation import Linearisation
 from laplace_debias.curvature.operators.network_operator import (
     LINEARISATION_BYTES,
     Item,
+    MapAtOutputs,
     NetworkOperator,
     check_product,
     loss_scale,
@@ -163,10 +164,9 @@ class CurvatureOperator(NetworkOperator):
 
     def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:
         """Apply Jᵀ M J, where M is the linear map at the outputs."""
-        push, pull = item.linearisation.maps
         assert item.at_outputs is not None
-        (tangent,) = push(tensors, batched=batched)
-        return pull((item.at_outputs(tangent),), batched=batched)
+        (tangent,) = item.linearisation.jacobian(tensors, batched=batched)
+        return item.linearisation.adjoint((item.at_outputs(tangent),), batched=batched)
 
 
 class Hessian(CurvatureOperator):
@@ -192,8 +192,7 @@ class Hessian(CurvatureOperator):
         return self._lineariser.second_order(self._loss, batch.inputs, labels)
 
     def _apply(self, item: Item, tensors: list[Tensor], batched: bool) -> Tensors:
-        (hessian,) = item.linearisation.maps
-        return hessian(tensors, batched=batched)
+        return item.linearisation.hessian(tensors, batched=batched)
 
 
 class GGN(CurvatureOperator):
@@ -215,8 +214,9 @@ class GGN(CurvatureOperator):
         """True if the loss is known to be convex in the outputs."""
         return self._loss.is_convex
 
-    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
-        return self._loss.weighted_hessian(outputs, self._weighted_labels(batch)), 2
+    def _at_outputs(self, outputs: Tensor, batch: Batch) -> MapAtOutputs:
+        hessian = self._loss.weighted_hessian(outputs, self._weighted_labels(batch))
+        return MapAtOutputs(hessian, num_tensors=2)
 
 
 class Fisher(CurvatureOperator):
@@ -310,12 +310,13 @@ class Fisher(CurvatureOperator):
             columns = columns.seeded(generator, self._ranks)
         self._cotangents = Cotangents(self._loss, columns)
 
-    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
+    def _at_outputs(self, outputs: Tensor, batch: Batch) -> MapAtOutputs:
         fisher = self._cotangents.fisher
         if fisher.kind == "exact":
-            return self._loss.weighted_hessian(outputs, self._weighted_labels(batch)), 2
+            hessian = self._loss.weighted_hessian(outputs, self._weighted_labels(batch))
+            return MapAtOutputs(hessian, num_tensors=2)
         vectors = self._cotangents(outputs, batch.targets, batch.first_index).columns
-        return _outer_products(vectors, batch.weights), fisher.mc_samples
+        return MapAtOutputs(_outer_products(vectors, batch.weights), fisher.mc_samples)
 
 
 class EmpiricalFisher(CurvatureOperator):
@@ -339,9 +340,10 @@ class EmpiricalFisher(CurvatureOperator):
 
     is_positive_semidefinite = True
 
-    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
+    def _at_outputs(self, outputs: Tensor, batch: Batch) -> MapAtOutputs:
         labels = self._loss.labels(batch.targets, outputs.ndim)
-        return _outer_products(self._loss.gradient(outputs, labels)[None], batch.weights), 1
+        gradients = self._loss.gradient(outputs, labels).unsqueeze(0)
+        return MapAtOutputs(_outer_products(gradients, batch.weights), num_tensors=1)
 
 
 def _require_same_vectors(vectors: Float[Tensor, "k columns"], ranks: Ranks) -> None:

@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -39,11 +39,12 @@ FEW_COLUMNS = 8
 def loss_scale(loss: OutputLoss, data: RepeatableBatches, outputs: Tensor) -> float:
     """Check all targets, and return the factor that scales the summed loss."""
     total = 0.0
-    like_first: torch.Size | None = None
+    first_shape: torch.Size | None = None
     for batch in data:
-        like_first = batch.targets.shape[1:] if like_first is None else like_first
+        if first_shape is None:
+            first_shape = batch.targets.shape[1:]
         # Targets for sequences of other lengths are checked later, when their outputs are known.
-        if batch.targets.shape[1:] == like_first:
+        if batch.targets.shape[1:] == first_shape:
             loss.check(outputs[:1].expand(batch.num_examples, *outputs.shape[1:]), batch.targets)
         if batch.weights is None:
             total += loss.count(batch.targets)
@@ -69,6 +70,18 @@ def check_product(operator: LinearOperator, vectors: Tensor, products: Tensor) -
         "(for example a root, a power or a logarithm of 0), or a derivative overflows. Add a "
         "small number under the root, or compute in float64."
     )
+
+
+class MapAtOutputs(NamedTuple):
+    """The linear map at the outputs of a batch.
+
+    Attributes:
+        apply: The map, or None if the operator has no such map.
+        num_tensors: The number of tensors of the outputs' size that the map keeps.
+    """
+
+    apply: OutputMap | None
+    num_tensors: int
 
 
 @dataclass(frozen=True)
@@ -175,10 +188,11 @@ class NetworkOperator(LinearOperator):
             check_outputs(outputs, least=0)
             self._check_batch(outputs, batch.targets)
             self._checked.add(batch.number)
-        at_outputs, num_tensors = self._at_outputs(outputs, batch)
-        num_bytes = linearisation.num_bytes + num_tensors * outputs.nbytes
+        at_outputs = self._at_outputs(outputs, batch)
+        num_bytes = linearisation.num_bytes + at_outputs.num_tensors * outputs.nbytes
         first = batch.first_index * self._output_shape.numel()
-        return Item(slice(first, first + outputs.numel()), linearisation, at_outputs, num_bytes)
+        rows = slice(first, first + outputs.numel())
+        return Item(rows, linearisation, at_outputs.apply, num_bytes)
 
     def _matmat(self, matrix: Float[Tensor, "columns k"]) -> Float[Tensor, "rows k"]:
         return DifferentiableProduct.apply(matrix, self._product, self.T)
@@ -194,9 +208,9 @@ class NetworkOperator(LinearOperator):
     def _check_batch(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise an error for targets that do not fit outputs of this shape."""
 
-    def _at_outputs(self, outputs: Tensor, batch: Batch) -> tuple[OutputMap | None, int]:
-        """Return the linear map at the outputs, and how many tensors of their size it keeps."""
-        return None, 0
+    def _at_outputs(self, outputs: Tensor, batch: Batch) -> MapAtOutputs:
+        """Return the linear map at the outputs."""
+        return MapAtOutputs(None, num_tensors=0)
 
     def _map_items(self, function: Callable[[Item], Result]) -> Iterator[Result]:
         """Apply a function to every linearised batch, in order, at the model's current parameters.
@@ -324,12 +338,11 @@ class Jacobian(NetworkOperator):
         products = vectors.new_empty(len(vectors), self.shape[0])
 
         def push(item: Item) -> None:
-            jacobian, _ = item.linearisation.maps
             for chunk in self._chunks(item, len(vectors)):
                 tangents = vectors[chunk]
                 batched = len(tangents) > 1
                 tensors = self._network.split(tangents if batched else tangents[0])
-                (product,) = jacobian(tensors, batched=batched)
+                (product,) = item.linearisation.jacobian(tensors, batched=batched)
                 products[chunk, item.rows] = product.reshape(len(tangents), -1)
 
         deque(self._map_items(push), maxlen=0)
@@ -346,14 +359,14 @@ class Jacobian(NetworkOperator):
 
         def pull(item: Item) -> None:
             outputs = item.linearisation.outputs
-            _, adjoint = item.linearisation.maps
             for chunk in self._chunks(item, len(vectors)):
                 cotangents = vectors[chunk, item.rows]
                 batched = len(cotangents) > 1
                 shape: tuple[int, ...] = outputs.shape
                 if batched:
                     shape = (len(cotangents), *outputs.shape)
-                gradients = adjoint((cotangents.reshape(shape),), batched=batched)
+                reshaped = cotangents.reshape(shape)
+                gradients = item.linearisation.adjoint((reshaped,), batched=batched)
                 products[chunk] += self._network.join(gradients, batched)
 
         deque(self._map_items(pull), maxlen=0)

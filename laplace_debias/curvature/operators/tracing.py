@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -16,6 +16,18 @@ class UntraceableError(Exception):
     """A function cannot be recorded for other inputs of the same shapes."""
 
 
+class RecordedMap(NamedTuple):
+    """A linear map of a program.
+
+    Attributes:
+        function: A function of residuals and of the tensors of a vector.
+        residual_indices: The indices of these residuals among the residuals of the program.
+    """
+
+    function: Function
+    residual_indices: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Program:
     """A recorded function of points and vectors that is linear in each vector.
@@ -23,12 +35,11 @@ class Program:
     Attributes:
         residuals: A function from the points to the values of the recorded function, followed by
             all other tensors that the linear maps need.
-        maps: For each linear map, its function and the indices of the residuals that are its first
-            arguments.
+        maps: The linear maps, one for each vector.
     """
 
     residuals: Function
-    maps: tuple[tuple[Function, tuple[int, ...]], ...]
+    maps: tuple[RecordedMap, ...]
 
 
 def trace(
@@ -54,19 +65,19 @@ def trace(
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    # For each output of `flat`, the index of the result of `function` that contains it. It is known
-    # once `flat` has been recorded.
-    groups: list[int] = []
+    # For each output of `flat`, the index of the result of `function` that contains it: 0 for the
+    # values, and k + 1 for vector k. It is known once `flat` has been recorded.
+    result_indices: list[int] = []
 
     def flat(*arguments: Tensor) -> tuple[Tensor, ...]:
         """Call the function with separate tensors, which `make_fx` requires."""
         remaining = iter(arguments)
         results = function(*[[next(remaining) for _ in vector] for vector in (points, *vectors)])
-        groups.clear()
+        result_indices.clear()
         outputs: list[Tensor] = []
         for index, result in enumerate(results):
             outputs += result
-            groups.extend([index] * len(result))
+            result_indices.extend([index] * len(result))
         return tuple(outputs)
 
     # Recording distinguishes tensors by identity, so each argument must be a separate object.
@@ -85,10 +96,10 @@ def trace(
         _check_replayable(node)
     _simplify(graph)
     graph.eliminate_dead_code()
-    owners = [-1] * len(points)
+    owners: list[int | None] = [None] * len(points)
     for index, vector in enumerate(vectors):
         owners += [index] * len(vector)
-    return _split(graph_module, _dependencies(graph, owners), groups)
+    return _split(graph_module, _dependencies(graph, owners), result_indices)
 
 
 def _check_replayable(node: fx.Node) -> None:
@@ -192,61 +203,69 @@ def _shape_and_dtype(node: Any) -> tuple[torch.Size | None, torch.dtype | None]:
     return getattr(meta, "shape", None), getattr(meta, "dtype", None)
 
 
-def _dependencies(graph: fx.Graph, owners: Sequence[int]) -> dict[fx.Node, int]:
-    """Find the index of the vector on which each node depends; −1 if it depends on no vector.
+def _dependencies(graph: fx.Graph, owners: Sequence[int | None]) -> dict[fx.Node, int | None]:
+    """Find the index of the vector on which each node depends; None if it depends on no vector.
 
     Args:
         graph: The graph.
-        owners: The index of the vector to which each placeholder belongs; −1 for the points.
+        owners: The index of the vector to which each placeholder belongs; None for the points.
     """
-    dependencies: dict[fx.Node, int] = {}
+    dependencies: dict[fx.Node, int | None] = {}
     placeholders = iter(owners)
     for node in graph.nodes:
         if node.op == "placeholder":
             dependencies[node] = next(placeholders)
         elif node.op != "output":
-            vectors = {dependencies[source] for source in node.all_input_nodes} - {-1}
+            vectors = {dependencies[source] for source in node.all_input_nodes} - {None}
             if len(vectors) > 1:
                 raise UntraceableError("an output depends on several vectors")
-            dependencies[node] = vectors.pop() if vectors else -1
+            dependencies[node] = next(iter(vectors), None)
     return dependencies
 
 
 def _split(
-    graph_module: fx.GraphModule, dependencies: dict[fx.Node, int], groups: Sequence[int]
+    graph_module: fx.GraphModule,
+    dependencies: dict[fx.Node, int | None],
+    result_indices: Sequence[int],
 ) -> Program:
     """Split a graph into the function of the points and the linear maps.
 
     Args:
         graph_module: The recorded graph.
-        dependencies: Index of the vector on which each node depends, or −1 if it depends on no
+        dependencies: Index of the vector on which each node depends, or None if it depends on no
             vector.
-        groups: For each output, 0 if it is a value, or k + 1 if it must be linear in vector k.
+        result_indices: For each output, 0 if it is a value, or k + 1 if it must be linear in vector
+            k.
     """
     nodes = [node for node in graph_module.graph.nodes if node.op != "output"]
     (outputs,) = next(iter(reversed(graph_module.graph.nodes))).args
-    results: list[list[fx.Node]] = [[] for _ in range(max(groups) + 1)]
-    for node, group in zip(outputs, groups, strict=True):
-        if dependencies[node] not in (-1, group - 1):
-            raise UntraceableError("one column of a product depends on a different column")
-        results[group].append(node)
-    values = results[0]
+    results: list[list[fx.Node]] = [[] for _ in range(max(result_indices) + 1)]
+    for node, index in zip(outputs, result_indices, strict=True):
+        results[index].append(node)
+    values, *outputs_by_vector = results
+    _check_owners(values, dependencies, None)
     residuals = list(dict.fromkeys(values))
-    subgraphs = []
-    for vector, outputs_of_map in enumerate(results[1:]):
+    maps: list[RecordedMap] = []
+    for vector, outputs_of_map in enumerate(outputs_by_vector):
+        _check_owners(outputs_of_map, dependencies, vector)
         nodes_of_map = [node for node in nodes if dependencies[node] == vector]
         inputs = [source for node in nodes_of_map for source in node.all_input_nodes]
         # An output that does not depend on its vector is zero, and is taken from the residuals.
-        sources = [node for node in [*inputs, *outputs_of_map] if dependencies[node] < 0]
+        sources = [node for node in [*inputs, *outputs_of_map] if dependencies[node] is None]
         sources = list(dict.fromkeys(sources))
         residuals = list(dict.fromkeys([*residuals, *sources]))
-        subgraphs.append((_subgraph(graph_module, sources, nodes_of_map, outputs_of_map), sources))
-    maps = [
-        (subgraph, tuple(residuals.index(source) for source in sources))
-        for subgraph, sources in subgraphs
-    ]
-    nodes_of_points = [node for node in nodes if dependencies[node] == -1]
+        function = _subgraph(graph_module, sources, nodes_of_map, outputs_of_map)
+        maps.append(RecordedMap(function, tuple(map(residuals.index, sources))))
+    nodes_of_points = [node for node in nodes if dependencies[node] is None]
     return Program(_subgraph(graph_module, [], nodes_of_points, residuals), tuple(maps))
+
+
+def _check_owners(
+    outputs: Sequence[fx.Node], dependencies: dict[fx.Node, int | None], vector: int | None
+) -> None:
+    """Require that outputs depend on the given vector only, or on no vector."""
+    if any(dependencies[node] not in (None, vector) for node in outputs):
+        raise UntraceableError("one column of a product depends on a different column")
 
 
 def _subgraph(

@@ -78,15 +78,17 @@ def _used_norms(value: Tensor, leaves: tuple[Tensor, ...], nodes: list[Any]) -> 
         for node in nodes
     ]
     torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True)
-    first_cotangents = [
+    # The cotangents of the first derivative that depend on the parameters. The hooks record the
+    # cotangents of their derivative too.
+    differentiable = [
         cotangent
         for node_cotangents in cotangents.values()
         for cotangent in node_cotangents
         if cotangent.requires_grad
     ]
-    if first_cotangents:
-        weights = [_draw_like(cotangent) for cotangent in first_cotangents]
-        torch.autograd.grad(first_cotangents, leaves, weights, retain_graph=True, allow_unused=True)
+    if differentiable:
+        weights = [_draw_like(cotangent) for cotangent in differentiable]
+        torch.autograd.grad(differentiable, leaves, weights, retain_graph=True, allow_unused=True)
     for handle in handles:
         handle.remove()
     used_norms: dict[Any, Tensor] = {}

@@ -67,7 +67,7 @@ def linearised_outputs(
         return _join_samples([_linearised_forward(function, trained, chunk) for chunk in chunks])
     with differentiable(network):
         linearisation = linearised_by_reverse(function, trained)
-    push, _ = linearisation.maps
+    push = linearisation.jacobian
     outputs = []
     for samples in chunks:
         (products,) = push(_steps(samples, trained), batched=True)
