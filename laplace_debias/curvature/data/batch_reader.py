@@ -118,8 +118,7 @@ class BatchReader:
             inputs = {
                 key: value
                 for key, value in with_decoder_inputs(unwrapped(self.model), named).items()
-                if key not in TARGETS
-                or (key in forward.parameters and (key != "labels" or self.hook is not None))
+                if self._is_input(key, forward)
             }
             x = forward.inputs(inputs)
             if "labels" in named and "labels" not in inputs:
@@ -127,6 +126,14 @@ class BatchReader:
         moved = move(x, device, None, keeps_graph=keeps_graph)
         _check_dtypes(moved, self.model)
         return moved
+
+    def _is_input(self, key: str, forward: ForwardArguments) -> bool:
+        """Whether a named entry is an input of a prediction; see `inputs`."""
+        if key not in TARGETS:
+            return True
+        if key == "labels" and self.hook is None:
+            return False
+        return key in forward.parameters
 
     def _from_names(self, batch: NamedBatch) -> tuple[Inputs, Tensor | None]:
         """Split a batch with named entries into the inputs and the targets."""

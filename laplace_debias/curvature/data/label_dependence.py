@@ -43,14 +43,14 @@ def check_outputs_without_targets(
     with torch.no_grad():
         try:
             targets: Any = take(move({name: batch[name]}, device, None), slice(0, 1))
-            others = {key: value for key, value in batch.items() if key != name}
-            example: Any = take(move(others, device, dtypes), slice(0, 1))
+            entries = {key: value for key, value in batch.items() if key != name}
+            example: Any = take(move(entries, device, dtypes), slice(0, 1))
             outputs_with = logits_of(working_copy(**example, **targets))
             example = take(move(inputs, device, dtypes), slice(0, 1))
-            is_by_name = isinstance(example, Mapping)
-            outputs_without = logits_of(
-                working_copy(**example) if is_by_name else working_copy(example)
-            )
+            if isinstance(example, Mapping):
+                outputs_without = logits_of(working_copy(**example))
+            else:
+                outputs_without = logits_of(working_copy(example))
         except Exception as error:  # A forward pass may raise any error.
             if is_out_of_memory(error):
                 raise

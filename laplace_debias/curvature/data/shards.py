@@ -77,7 +77,8 @@ class ShardedBatches(Sampler[list[int]]):
             )
         if batch_size < 1:
             raise ValueError(f"`batch_size` is {batch_size}. Pass at least 1.")
-        if (rank is None) != (num_ranks is None) or not 0 <= (rank or 0) < (num_ranks or 1):
+        is_half_given = (rank is None) != (num_ranks is None)
+        if is_half_given or not 0 <= (rank or 0) < (num_ranks or 1):
             raise ValueError(
                 f"`rank={rank}` and `num_ranks={num_ranks}` do not fit together. Pass both, with "
                 "a rank from 0 to num_ranks - 1, or neither."
@@ -236,8 +237,11 @@ def has_uneven_shards(batches: Any) -> bool:
     sampler = getattr(inner, "sampler", None)
     if batches.batch_size is None or not isinstance(sampler, Sized):
         return len(inner) % batches.num_processes > 0
-    num_split = 1 if batches.split_batches else batches.num_processes
-    return len(sampler) % (batches.batch_size * num_split) > 0
+    examples_per_step = batches.batch_size
+    if not batches.split_batches:
+        # Every process gets a batch of its own, instead of a part of each batch.
+        examples_per_step *= batches.num_processes
+    return len(sampler) % examples_per_step > 0
 
 
 def check_dispatched(data: Any) -> None:

@@ -63,7 +63,11 @@ def with_gathering(module: nn.Module) -> nn.Module:
 
 
 def _shallow_copy(module: nn.Module, kind: Any) -> nn.Module:
-    """Make a module of a given class with its own hooks, without those for communication."""
+    """Make a module of a given class with its own hooks, without those for communication.
+
+    The dictionaries of hooks and of submodules are copied, so that changes to the copy do not
+    affect the original. All other attributes are the same objects.
+    """
     copied: nn.Module = object.__new__(kind)
     attributes = vars(module).copy()
     for name in list(attributes):
@@ -76,6 +80,7 @@ def _shallow_copy(module: nn.Module, kind: Any) -> nn.Module:
             if _communicates(hook):
                 del hooks[key]
         attributes[name] = hooks
+    # These dictionaries contain options of the hooks.
     for name in vars(module):
         if name.startswith("_forward") and name.endswith(("_with_kwargs", "_always_called")):
             attributes[name] = OrderedDict(attributes[name])
@@ -110,33 +115,44 @@ def _modules_of_unit(unit: nn.Module) -> Iterator[nn.Module]:
 
 def _enter(unit: nn.Module, _: Any) -> None:
     """Replace the sharded parameters of the unit's modules by whole parameters."""
-    sharded = []
-    for module in _modules_of_unit(unit):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and is_sharded(parameter):
-                sharded.append((module, name, parameter))
-    is_wide = getattr(unit, _IS_WIDE, False)
-    gathered: dict[int, Any] = {}
-    for module, name, parameter in sharded:
-        value = _value(parameter, is_wide)
-        module._parameters[name] = nn.Parameter(value, requires_grad=False)
-        gathered[value.untyped_storage().data_ptr()] = parameter
-    hooks = None
-    # Within transforms of torch.func, these hooks are forbidden.
-    autograd: Any = torch._C._autograd
-    if autograd._saved_tensors_hooks_is_enabled():
-        hooks = _RegatheredTensors(gathered, is_wide)
-        hooks.__enter__()
-    vars(unit)[_ENTERED] = (sharded, hooks)
+    vars(unit)[_ENTERED] = _GatheredUnit(unit)
 
 
 def _leave(unit: nn.Module, _: Any, __: Any) -> None:
     """Restore the sharded parameters of the unit's modules."""
-    sharded, hooks = vars(unit).pop(_ENTERED, ((), None))
-    if hooks is not None:
-        hooks.__exit__()
-    for module, name, parameter in sharded:
-        module._parameters[name] = parameter
+    gathered_unit = vars(unit).pop(_ENTERED, None)
+    if gathered_unit is not None:
+        gathered_unit.restore()
+
+
+class _GatheredUnit:
+    """A unit whose modules have whole parameters, from its construction until `restore`."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._sharded: list[tuple[nn.Module, str, nn.Parameter]] = []
+        for module in _modules_of_unit(unit):
+            for name, parameter in module._parameters.items():
+                if parameter is not None and is_sharded(parameter):
+                    self._sharded.append((module, name, parameter))
+        is_wide = getattr(unit, _IS_WIDE, False)
+        gathered: dict[int, Any] = {}
+        for module, name, parameter in self._sharded:
+            value = _value(parameter, is_wide)
+            module._parameters[name] = nn.Parameter(value, requires_grad=False)
+            gathered[value.untyped_storage().data_ptr()] = parameter
+        self._hooks: _RegatheredTensors | None = None
+        # Within transforms of torch.func, these hooks are forbidden.
+        autograd: Any = torch._C._autograd
+        if autograd._saved_tensors_hooks_is_enabled():
+            self._hooks = _RegatheredTensors(gathered, is_wide)
+            self._hooks.__enter__()
+
+    def restore(self) -> None:
+        """Restore the sharded parameters."""
+        if self._hooks is not None:
+            self._hooks.__exit__()
+        for module, name, parameter in self._sharded:
+            module._parameters[name] = parameter
 
 
 def _value(parameter: Tensor, is_wide: bool) -> Tensor:
