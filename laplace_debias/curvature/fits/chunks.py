@@ -123,7 +123,7 @@ class ChunkRunner:
         self._presence: Presence | None = None
         if accumulator.needs_positions:
             self._presence = Presence(context, forward_pass)
-        # The largest number of bytes of output gradients in a chunk, after memory ran out.
+        # The largest number of bytes of output gradients in a chunk; smaller after memory ran out.
         self._most_bytes = sys.maxsize
         self._sizes = {example_shapes(x): self._size(forward_pass, num_joined_examples)}
         # On a CPU, images are converted to `channels_last`, because convolutions are then faster.

@@ -113,6 +113,7 @@ def _sum_over_patches(
     """
     kernel_height = layer.kernel_size[0]
     num_starts = len(products) - kernel_height + 1
+    # Offset i reads the rows i, i + stride, i + 2 · stride, …, within `num_starts` rows from row i.
     totals = products.unfold(0, num_starts, 1)[..., :: layer.stride[0]].sum(-1)
     return totals.unflatten(2, (kernel_height, -1))
 

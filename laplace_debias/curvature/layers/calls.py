@@ -178,6 +178,7 @@ def _gradients_in_one_run(
     copies = {name: value.expand(size, *value.shape) for name, value in parameters.items()}
 
     def run_example(values: dict[str, Tensor], leaves: list[Any]) -> dict[int, Tensor]:
+        # `vmap` removes the dimension of the examples, which the module expects.
         batch_of_one = [
             leaf if dim is None else leaf.unsqueeze(dim)
             for leaf, dim in zip(leaves, call.dims, strict=True)

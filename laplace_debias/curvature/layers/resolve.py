@@ -75,23 +75,18 @@ def resolve(
     examples of a batch are rejected.
     """
     network = tap.network
-    few = _two_examples(x)
-    first_example = take(few, slice(0, 1))
-    with torch.no_grad(), preserve_attributes(network.modules()):
-        outputs = call(network, first_example)
-    check_outputs(outputs)
-    reference = Reference.compute(network, names, few)
-    check_repeatable(network, first_example, outputs, reference.outputs[:1])
-    references, unused = find_references(network, names, reference, x, more_batches)
-    references.insert(0, reference)
+    reference = _first_reference(network, names, _two_examples(x))
+    later_references, unused = find_references(network, names, reference, x, more_batches)
+    references = [reference, *later_references]
     used = [name for name in names if name not in unused]
     # Two examples may take the same path through a model by chance, so more examples are run.
     mixed = take(x, slice(0, FIRST_EXAMPLES)) if reference.is_partial else None
-    calls: dict[str, tuple[str, ...]] = {}
-    for block in curvature_blocks(network, used, joint, sharing):
-        if len(block.calls) == 1:
-            # The parameter has no layer, so operations are tried before the calls of its module.
-            calls[block.name] = ()
+    # If a parameter has no layer, operations are tried before the calls of its module.
+    calls: dict[str, tuple[str, ...]] = {
+        block.name: ()
+        for block in curvature_blocks(network, used, joint, sharing)
+        if len(block.calls) == 1
+    }
     while True:
         blocks = curvature_blocks(network, used, joint, sharing, calls)
         # All blocks are checked again, because recording one block elsewhere may change what the
@@ -100,6 +95,20 @@ def resolve(
         if not wrong:
             return Resolved(blocks, calls, unused)
         calls |= _next_calls(network, wrong)
+
+
+def _first_reference(network: nn.Module, names: Sequence[str], few: Inputs) -> Reference:
+    """Compute the reference of a few examples, and check the outputs of the first example.
+
+    The outputs must be finite, and must not depend on the other examples.
+    """
+    first_example = take(few, slice(0, 1))
+    with torch.no_grad(), preserve_attributes(network.modules()):
+        outputs = call(network, first_example)
+    check_outputs(outputs)
+    reference = Reference.compute(network, names, few)
+    check_repeatable(network, first_example, outputs, reference.outputs[:1])
+    return reference
 
 
 def _two_examples(x: Inputs) -> Inputs:

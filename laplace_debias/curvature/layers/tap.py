@@ -62,6 +62,7 @@ class Tap:
             self.differentiates_one_by_one |= rule.differentiates_one_by_one(module)
             rule.prepare(module)
         self.conditional: set[Site] = set()
+        # `prepare` may have added modules.
         self._modules = list(network.modules())
         self._saved_attributes: SavedAttributes | None = None
         self._recorder: CallRecorder | None = None

@@ -63,10 +63,10 @@ class ChosenPositions:
         def take_out(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             """Remove the positions from the arguments, and keep them for the hooks of the head."""
             nonlocal columns
-            if _NAME in named:
+            if _NAME in named:  # The inputs are passed by name.
                 columns = named[_NAME]
                 return args, {key: value for key, value in named.items() if key != _NAME}
-            if len(args) == 1 and isinstance(args[0], Mapping):
+            if len(args) == 1 and isinstance(args[0], Mapping):  # They are a `OneArgument`.
                 inputs = dict(args[0])
                 columns = inputs.pop(_NAME)
                 return (inputs,), named

@@ -151,6 +151,7 @@ def _simplify(graph: fx.Graph) -> None:
             node.target = aten.reshape.default
         replacement = _copied_node(node)
         if replacement is None:
+            # Equal operations on the same nodes have the same text.
             key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
             equal_node = nodes_by_key.setdefault(key, node)
             if equal_node is not node:
