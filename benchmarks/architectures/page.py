@@ -1,7 +1,9 @@
 """The page about architectures, and its rows on disk."""
 
 import json
+import re
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +13,7 @@ from benchmarks.architectures.measurement import EXAMPLES, Row
 from benchmarks.report import markdown_table
 
 _TUPLE_FIELDS = ("fit", "further", "predict")
+_LINE_LENGTH = 150
 _INTRODUCTION = f"""\
 Each network is fitted with `Laplace(model).fit(loader)`, without any other argument. The networks,
 from torchvision, timm and Hugging Face, have random weights and are reduced in width and depth.
@@ -71,8 +74,8 @@ def page(rows: Sequence[Row], set_ups: Sequence[str]) -> str:
         "`python -m benchmarks.architectures --docs` writes this page. "
         f"{working} of {len(rows)} architectures work with the defaults."
         + (f" The largest error is {max(errors):.1e}." if errors else ""),
-        _INTRODUCTION,
-        *sorted(set(set_ups)),
+        *map(_fill, _INTRODUCTION.split("\n\n")),
+        *map(_fill, sorted(set(set_ups))),
     ]
     for library in libraries:
         library_rows = [row for row in rows if row.library == library]
@@ -80,8 +83,25 @@ def page(rows: Sequence[Row], set_ups: Sequence[str]) -> str:
         sections.append(markdown_table([_cells(row) for row in library_rows]))
         remarks = [f"- `{row.name}`: {text}" for row in library_rows for text in _remarks(row)]
         if remarks:
-            sections.append("\n".join(remarks))
+            sections.append(_fill("\n".join(remarks)))
     return "\n\n".join(sections) + "\n"
+
+
+def _fill(text: str) -> str:
+    """Break the lines of a paragraph, or of each item of a list, where they are full."""
+    filled = []
+    for item in re.split(r"\n(?=- )", text):
+        indent = "  " if item.startswith("- ") else ""
+        filled.append(
+            textwrap.fill(
+                " ".join(item.split()),
+                _LINE_LENGTH,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(filled)
 
 
 def _cells(row: Row) -> dict[str, object]:
