@@ -605,11 +605,13 @@ def test_the_checks_leave_no_worker_processes():
         persistent_workers=True,
     )
     state = generator.get_state()
+    # Workers of an earlier test live until its loader is collected.
+    earlier_workers = set(multiprocessing.active_children())
     settings = PosteriorAtEnd("classification", "full", tune=False, options={})
     settings.check(mlp(), loader, None)
     assert torch.equal(generator.get_state(), state)
     assert loader._iterator is None
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= earlier_workers
 
 
 class Masking:
