@@ -76,6 +76,8 @@ class Settings(SourceSettings):
                 f"`inducing={self.inducing}` applies only to `curvature=gp`, got "
                 f"`curvature={self.curvature}`. Remove inducing."
             )
+        if self.mode == "auto" and self.resume is not None:
+            raise ValueError("A fit with `mode=auto` cannot be resumed. Remove --resume.")
 
     def without_effect(self) -> dict[str, str]:
         """Return the options that have no effect with these settings, each with the reason."""

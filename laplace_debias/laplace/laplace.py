@@ -954,6 +954,12 @@ class Laplace(Predictor):
                 '`method="map"` is the trained network, which has no samples. Use "glm", "glm-mc" '
                 'or "nn".'
             )
+        if differentiable and method != "nn":
+            raise ValueError(
+                '`differentiable=True` supports only samples of `method="nn"`. For differentiable '
+                "samples of the linearised network, draw them from the Gaussian distribution that "
+                "`functional(x, joint=True, differentiable=True)` returns."
+            )
         prediction_method = PredictionMethod(method, n, generator, positions, differentiable)
         fit = FitWithLink(self.fitted, None)
         with torch.inference_mode(False):

@@ -186,7 +186,11 @@ def _likelihood(
     if _input_shape(batch) is None:
         # `Laplace` reads and checks batches in other forms, such as a collator's dictionaries.
         if likelihood is None:
-            raise ValueError("The task cannot be inferred. Pass --task.")
+            raise ValueError(
+                "The task can be inferred only from batches (inputs, targets) of tensors, but "
+                f"the loader yields batches of type {type(batch).__name__}. Pass the task, for "
+                "example --task=classification."
+            )
         return likelihood
     x, y = batch
     outputs = _outputs(model, x[:2])

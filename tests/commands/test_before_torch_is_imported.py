@@ -48,6 +48,11 @@ ANSWERED = [
         2,
         "The path c of --checkpoint does not exist",
     ),
+    (
+        ["fit", "--output=p", "--model=mine:b", "--mode=auto", "--resume=s"],
+        2,
+        "A fit with `mode=auto` cannot be resumed. Remove --resume.",
+    ),
     (["tune", "--model=mine:b", "--posterior=p"], 2, "The path p of --posterior does not exist"),
     (
         ["evaluate", "--model=mine:b", "--posterior=p"],

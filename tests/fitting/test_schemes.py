@@ -72,7 +72,7 @@ def test_cross_fitting_takes_two_folds_unless_it_is_told(model, curvature):
 def test_a_batch_of_two_examples_can_be_cross_fitted(model):
     la = Laplace(model).fit([batch(0, size=2)], mode="crossfit", num_data=50)
     assert la.predict(batch(1)[0]).probs.isfinite().all()
-    with pytest.raises(ValueError, match="Cross-fitting 1 examples needs"):
+    with pytest.raises(ValueError, match="at least two examples, but the data contains only one"):
         Laplace(model).fit([batch(0, size=1)], mode="crossfit", num_data=50)
 
 

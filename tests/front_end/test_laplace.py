@@ -324,7 +324,7 @@ def test_outputs_of_the_wrong_rank_are_refused(loader):
 def test_fit_needs_what_its_mode_needs(model, loader):
     la = Laplace(model)
     one_batch = DataLoader(loader.dataset, batch_size=24)
-    with pytest.raises(ValueError, match="needs 2 batch"):
+    with pytest.raises(ValueError, match="needs 2 batches, but the loader has 1"):
         la.fit(one_batch, mode="debiased")
     with pytest.raises(ValueError, match="full, mini, debiased, crossfit"):
         la.fit(loader, mode="half")

@@ -462,6 +462,7 @@ def test_a_network_that_is_one_already(user_folder):
         ("typo", "a dict of train, test, validaton. Return a dict"),
         ("Doubling", "without arguments"),
         ("none", "own has no none"),
+        ("dicts", "batches of type dict. Pass the task, for example --task=classification"),
     ],
 )
 def test_what_a_callable_must_return(user_folder, name, message):

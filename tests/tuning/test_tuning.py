@@ -348,6 +348,24 @@ def test_one_example_has_no_error():
     tuning = la.tune([(x[:1], y[:1])], grid=[1.0, 2.0])
     assert tuning.flat is None
     assert tuning.table[0].keys() == {"prior_precision", "nll"}
+    assert all(math.isnan(row["half_width"]) for row in tuning.compared)
+    for text in (str(tuning), tuning.message):
+        assert "–" in text
+        assert "nan" not in text
+
+
+def test_the_message_names_parameters_that_the_data_determine_well():
+    """With so much data, the predictions hardly depend on the prior precision."""
+    model, x, y = problem(0.3, 4000)
+    la = Laplace(model, params="last_layer").fit([(x, y)], num_data=10**9)
+    tuning = la.tune([(x[:300], y[:300])])
+    probs = []
+    for prior_precision in (1e-4, 1e8):
+        la.prior_precision = prior_precision
+        probs.append(la.predict(x[:300]).probs)
+    assert (probs[0] - probs[1]).abs().max() < 1e-5
+    assert tuning.all_alike
+    assert "the training data determine the parameters of the posterior so well" in tuning.message
 
 
 def test_a_network_that_knows_nothing_is_told_of():

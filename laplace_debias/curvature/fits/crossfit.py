@@ -64,6 +64,11 @@ def split_folds(ranks: Ranks, data: Iterable[Batch], num_folds: int) -> list[lis
     num_examples = sum(ranks.exchange(sum(batch.num_examples for batch in batches)))
     if not num_examples:
         raise ValueError("The data contains no examples. Pass at least one batch.")
+    if num_examples == 1:
+        raise ValueError(
+            "Cross-fitting needs at least two examples, but the data contains only one. Use a "
+            "larger batch."
+        )
     if not 2 <= num_folds <= num_examples:
         raise ValueError(
             f"Cross-fitting {num_examples} examples needs 2 to {num_examples} folds, got "

@@ -25,6 +25,7 @@ from laplace_debias.laplace.fitting.schemes import (
 )
 from laplace_debias.laplace.state.fitted import FitSetup
 from laplace_debias.system.ranks import process_group
+from laplace_debias.system.shown import counted
 
 
 def scheme_of_mode(
@@ -55,8 +56,8 @@ def scheme_of_mode(
     num_read = max(process_group().exchange(len(batches)))
     if num_read < num_batches:
         raise ValueError(
-            f'`mode="{name}"` needs {num_batches} batch(es), but the loader has {num_read}. Use '
-            "a smaller batch size or more data."
+            f'`mode="{name}"` needs {counted(num_batches, "batch", "batches")}, but the loader '
+            f"has {num_read}. Use a smaller batch size or more data."
         )
     return mode.make(batches, folds), size
 

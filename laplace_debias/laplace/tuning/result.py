@@ -1,5 +1,6 @@
 """The result of a search for the prior precision, and the fit to which it is applied."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,6 +45,11 @@ class Alternative:
     half_width: float
 
 
+def _shown_half_width(half_width: float) -> str:
+    """Format half the width of an interval, which is unknown (NaN) for a single example."""
+    return "–" if math.isnan(half_width) else f"{half_width:.2g}"
+
+
 class Comparison(list[Row]):
     """The rows of `Tuning.compared`, printed as a table.
 
@@ -83,7 +89,7 @@ class Comparison(list[Row]):
                     f"{row['temperature']:.3g}",
                     f"{row[self.metric]:.4g}",
                     f"{row['difference']:+.2g}",
-                    f"{row['half_width']:.2g}",
+                    _shown_half_width(row["half_width"]),
                 ]
             )
         return aligned(lines)
@@ -184,8 +190,10 @@ class Tuning:
         values = f"from {low:.3g} to {high:.3g} score about as well (worse by at most {margin})"
         if self.all_alike:
             return (
-                f"All prior precisions {values}, so the examples are too few to distinguish them, "
-                "or the network is untrained or damaged. Check its accuracy first."
+                f"All prior precisions {values}, so the choice hardly matters. There are three "
+                "possible reasons: the training data determine the parameters of the posterior so "
+                "well that the prior has little effect, the validation examples are too few, or "
+                "the network is untrained or damaged. Check its accuracy first."
             )
         sentence = f"Prior precisions {values}."
         if high == max(row["prior_precision"] for row in self.table):
@@ -213,7 +221,8 @@ class Tuning:
             sentences.append(self._flatness)
         if self.alternatives:
             differences = [
-                f"{alternative.name}: {alternative.difference:+.2g} ± {alternative.half_width:.2g}"
+                f"{alternative.name}: {alternative.difference:+.2g} ± "
+                f"{_shown_half_width(alternative.half_width)}"
                 for alternative in self.alternatives
                 if not self._is_choice(alternative)
             ]
