@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from laplace_debias.curvature import GGN, Hessian
-from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.linalg import (
     EigenPairs,
     Estimate,
@@ -42,35 +42,46 @@ class Spectrum:
 
 
 def curvature_of(
-    loaded: Loaded, matrix: Literal["ggn", "hessian"], examples: int, memory_bound: int
+    loaded: Loaded,
+    matrix: Literal["ggn", "hessian"],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    memory_bound: int,
 ) -> LinearOperator:
-    """Build the curvature of a loaded network's loss on its first training examples.
-
-    Raises:
-        ValueError: If there are fewer training examples than `examples`.
-    """
+    """Build the curvature of a loaded network's loss; several processes share the batches."""
     operator = GGN if matrix == "ggn" else Hessian
     _, loss = loaded.likelihood.training_loss()
-    batches = list(share(_first_batches(loaded, examples), loaded.model))
-    return operator(loaded.model, loss, batches, memory_bound=memory_bound)
+    return operator(
+        loaded.model, loss, list(share(batches, loaded.model)), memory_bound=memory_bound
+    )
 
 
-def _first_batches(loaded: Loaded, examples: int) -> Batches:
-    """Return the first training examples on the network's device, in the form the loss expects."""
+def first_batches(loaded: Loaded, examples: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the first training examples on the network's device, in the form the loss expects.
+
+    If the data contains fewer examples, all of them are returned.
+
+    Raises:
+        ValueError: If the batches are not pairs of tensors.
+    """
     device = next(loaded.model.parameters()).device
     batches: list[tuple[Tensor, Tensor]] = []
     num_missing = examples
-    for x, y in loaded.train:
+    for batch in loaded.train:
+        is_pair = isinstance(batch, Sequence) and len(batch) == 2
+        if not is_pair or not all(isinstance(part, Tensor) for part in batch):
+            raise ValueError(
+                "A spectrum needs batches (inputs, targets) of tensors, but the loader yields "
+                f"batches of type {type(batch).__name__}. Change the batches in the function that "
+                "returns the loaders."
+            )
+        x, y = batch
         if loaded.likelihood.activation == "sigmoid":
             y = y.reshape(len(y), -1).float()
         batches.append((x[:num_missing].to(device), y[:num_missing].to(device)))
         num_missing -= len(batches[-1][1])
         if not num_missing:
-            return batches
-    raise ValueError(
-        f"examples={examples} is more than the number of training examples. Pass "
-        f"at most {examples - num_missing}."
-    )
+            break
+    return batches
 
 
 def measure_spectrum(

@@ -11,6 +11,8 @@ from laplace_debias.system.settings import check_at_least, option
 if TYPE_CHECKING:
     from laplace_debias.assessment.spectrum import Spectrum
 
+_DEFAULT_EXAMPLES = 500
+_DEFAULT_EIGENPAIRS = 50
 _MOST_SHOWN = 13
 """The largest number of eigenvalues that are printed."""
 
@@ -22,9 +24,10 @@ class Settings(SourceSettings):
     Attributes:
         matrix: The GGN or the Hessian of the mean loss, which is the cross-entropy, the binary
             cross-entropy or the squared error, depending on the task.
-        examples: The number of training examples in the loss. The seed determines which ones.
-        batch_size: The number of examples per batch. Results do not depend on it.
-        eigenpairs: The number of leading eigenpairs.
+        examples: The number of training examples in the loss. The seed determines which ones. By
+            default, there are 500, or as many as the data contains.
+        eigenpairs: The number of leading eigenpairs. By default, there are 50, or as many as the
+            network has parameters.
         tolerance: The largest residual norm of an eigenpair, relative to the largest eigenvalue.
         max_matvecs: The maximum number of matrix products for the eigenpairs.
         trace_matvecs: The number of matrix products for the trace, in addition to those for the
@@ -48,9 +51,8 @@ class Settings(SourceSettings):
     )
 
     matrix: Literal["ggn", "hessian"] = "ggn"
-    examples: int = 500
-    batch_size: int | None = 50
-    eigenpairs: int = 50
+    examples: int | None = None
+    eigenpairs: int | None = None
     tolerance: float = 1e-3
     max_matvecs: int = 150
     trace_matvecs: int = 10
@@ -64,7 +66,7 @@ class Settings(SourceSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "examples", "eigenpairs", "density_probes", "density_steps")
-        check_at_least(self, self.eigenpairs, "max_matvecs")
+        check_at_least(self, self.eigenpairs or 1, "max_matvecs")
         check_at_least(self, 2, "trace_matvecs")
         check_at_least(self, 0, "memory_bound")
         for name in ("tolerance", "density_width", "density_floor"):
@@ -74,7 +76,7 @@ class Settings(SourceSettings):
 
 def run(settings: Settings) -> "Spectrum":
     """Measure the spectrum, print the results, and write the tables and the figure."""
-    from laplace_debias.assessment.spectrum import curvature_of, measure_spectrum
+    from laplace_debias.assessment.spectrum import curvature_of, first_batches, measure_spectrum
     from laplace_debias.sources import load
     from laplace_debias.system.files import check_target
     from laplace_debias.system.ranks import process_group
@@ -85,16 +87,28 @@ def run(settings: Settings) -> "Spectrum":
     print_notes(loaded)
     name, _ = loaded.likelihood.training_loss()
     matrix = "GGN" if settings.matrix == "ggn" else "Hessian"
-    A = curvature_of(loaded, settings.matrix, settings.examples, settings.memory_bound)
-    num_parameters = sum(p.numel() for p in loaded.model.parameters())
+    batches = first_batches(loaded, settings.examples or _DEFAULT_EXAMPLES)
+    num_examples = sum(len(targets) for _, targets in batches)
+    if settings.examples is not None and num_examples < settings.examples:
+        raise ValueError(
+            f"examples={settings.examples} is more than the number of training examples. Pass "
+            f"at most {num_examples}."
+        )
+    A = curvature_of(loaded, settings.matrix, batches, settings.memory_bound)
+    num_parameters = A.shape[0]
+    if settings.eigenpairs is not None and num_parameters < settings.eigenpairs:
+        raise ValueError(
+            f"eigenpairs={settings.eigenpairs} is more than the number of parameters. Pass at "
+            f"most {num_parameters}."
+        )
+    default_eigenpairs = min(_DEFAULT_EIGENPAIRS, num_parameters, settings.max_matvecs)
     print(
-        f"{matrix} of the {name} of "
-        f"{counted(settings.examples, f'training {loaded.input_name}')}, "
+        f"{matrix} of the {name} of {counted(num_examples, f'training {loaded.input_name}')}, "
         f"{counted(num_parameters, 'parameter')}"
     )
     spectrum = measure_spectrum(
         A,
-        eigenpairs=settings.eigenpairs,
+        eigenpairs=settings.eigenpairs or default_eigenpairs,
         tolerance=settings.tolerance,
         max_matvecs=settings.max_matvecs,
         trace_matvecs=settings.trace_matvecs,

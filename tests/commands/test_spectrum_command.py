@@ -127,6 +127,67 @@ def test_all_eigenvalues_of_a_small_matrix(tmp_path, capsys, monkeypatch):
     assert Image.open("out/spectrum.png").size[0] > 400
 
 
+@pytest.fixture
+def few_examples(tmp_path, monkeypatch):
+    """The options for 60 training examples and a linear network of 12 parameters."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    random = np.random.default_rng(0)
+    parts = {}
+    for part in ("train", "test"):
+        parts[f"x_{part}"] = random.normal(size=(60, 3)).astype(np.float32)
+        parts[f"y_{part}"] = np.arange(60) % 3
+    np.savez("few.npz", **parts)
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 3)
+    save_file(layer.state_dict(), "net.safetensors")
+    Path("linear_network.py").write_text(
+        "import numpy as np\n"
+        "import torch\n"
+        "from torch import nn\n\n\n"
+        "def build():\n    return nn.Linear(3, 3)\n\n\n"
+        "def dicts():\n"
+        "    few = np.load('few.npz')\n"
+        "    x, y = torch.tensor(few['x_train']), torch.tensor(few['y_train'])\n"
+        "    batches = [{'x': x, 'labels': y}]\n"
+        "    return {'train': batches, 'test': batches}\n"
+    )
+    return ["--model=linear_network:build", "--checkpoint=net.safetensors", "--device=cpu"]
+
+
+def test_by_default_few_examples_and_parameters_suffice(few_examples, capsys):
+    """Without options, all 60 examples and all 12 eigenvalues are used; the oracle is dense."""
+    assert main(["spectrum", *few_examples, "--data=few.npz", "--progress=false"]) == 0
+    assert "60 training examples, 12 parameters" in capsys.readouterr().out
+    measured = [
+        float(row["eigenvalue"]) for row in read_csv(Path("results/spectrum/eigenvalues.csv"))
+    ]
+    x = torch.tensor(np.load("few.npz")["x_train"]).double()
+    torch.manual_seed(0)
+    probs = nn.Linear(3, 3).double()(x).softmax(1).detach()
+    loss_hessians = torch.diag_embed(probs) - probs[:, :, None] * probs[:, None, :]
+    inputs = torch.cat([x, torch.ones(60, 1).double()], 1)
+    ggn = torch.einsum("nij,na,nb->iajb", loss_hessians, inputs, inputs).reshape(12, 12) / 60
+    expected = torch.linalg.eigvalsh(ggn).flip(0)
+    torch.testing.assert_close(torch.tensor(measured).double(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data=few.npz", "--examples=61"], "number of training examples. Pass at most 60."),
+        (["--data=few.npz", "--eigenpairs=13"], "number of parameters. Pass at most 12."),
+        (
+            ["--data=linear_network:dicts", "--task=classification"],
+            "A spectrum needs batches (inputs, targets) of tensors",
+        ),
+    ],
+)
+def test_data_that_do_not_suffice_are_refused(few_examples, options, message, capsys):
+    assert main(["spectrum", *few_examples, *options, "--progress=false"]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_eigenvalues_that_are_negative_or_many_count_in_the_trace():
     """The leading eigenvalues of an indefinite matrix may end at zero; small ones may add up."""
     options = {
