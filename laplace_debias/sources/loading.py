@@ -236,10 +236,16 @@ def _outputs(model: nn.Module, x: Tensor) -> Tensor | None:
     try:
         outputs = model(x.to(next(model.parameters(), x).device))
     except Exception as error:
+        if x.ndim == 4:
+            advice = (
+                "For images, pass the --image_size that it was trained with, and one number per "
+                "channel in --mean."
+            )
+        else:
+            advice = "For a table, pass the columns that it was trained on as --features."
         raise ValueError(
             f"The network does not accept inputs of shape {list(x.shape)} and dtype {x.dtype} "
-            f"({describe_error(error)}). For images, pass the --image_size that it was trained "
-            "with, and one number per channel in --mean. If only the dtype differs, return "
+            f"({describe_error(error)}). {advice} If only the dtype differs, return "
             "model.float() from the function that creates the network."
         ) from error
     if not isinstance(outputs, Tensor):

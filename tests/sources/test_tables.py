@@ -147,6 +147,11 @@ def test_out_of_distribution_rows_need_no_target(folder):
         ({}, {"features": ("price",)}, "target price is also one of the features"),
         ({}, {"features": ("age",), "task": "multilabel"}, "A table can have only one target"),
         ({}, {"target": "kind", "features": ("age",), "task": "regression"}, "needs numbers"),
+        (
+            {},
+            {"features": ("age", "price"), "target": "kind"},
+            r"shape \[2, 2\] .* For a table, pass the columns .* as --features\.",
+        ),
         ({}, {"features": ("age",), "image_size": 3}, "image_size cannot be used with a table"),
     ],
 )
