@@ -39,6 +39,14 @@ class HuggingFaceConv1D(nn.Module):
 HuggingFaceConv1D.__module__ = "transformers.pytorch_utils"
 HuggingFaceConv1D.__qualname__ = "Conv1D"
 
+
+def changed(layer, **attributes):
+    """Change attributes of a layer after its construction, as libraries for segmentation do."""
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
+
+
 # A layer and the shape of one example's input.
 LAYERS = {
     "linear": (lambda: nn.Linear(3, 4), (3,)),
@@ -51,8 +59,27 @@ LAYERS = {
     "conv2d_circular": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 4, 4)),
     "conv2d_grouped": (lambda: nn.Conv2d(4, 6, 3, groups=2, bias=True), (4, 4, 5)),
     "conv2d_depthwise": (lambda: nn.Conv2d(3, 3, 3, groups=3, padding="same"), (3, 4, 4)),
+    "conv2d_dilated_later": (
+        lambda: changed(nn.Conv2d(2, 3, 3, 2, 1), stride=(1, 1), dilation=(2, 2), padding=(2, 2)),
+        (2, 4, 5),
+    ),
+    "conv2d_same_dilated_later": (
+        lambda: changed(nn.Conv2d(2, 3, (3, 2), padding="same"), dilation=2),
+        (2, 4, 5),
+    ),
+    "conv2d_new_kernel": (
+        lambda: changed(
+            nn.Conv2d(2, 3, 3, padding=1), weight=nn.Parameter(torch.randn(3, 2, 2, 1)), padding=0
+        ),
+        (2, 4, 3),
+    ),
+    "conv1d_numbers": (lambda: changed(nn.Conv1d(2, 3, 3), stride=2, padding=2), (2, 7)),
     "conv3d": (lambda: nn.Conv3d(2, 2, 2, padding=1), (2, 2, 3, 2)),
     "transposed1d": (lambda: nn.ConvTranspose1d(2, 3, 3, 2, 2, output_padding=1), (2, 4)),
+    "transposed1d_numbers": (
+        lambda: changed(nn.ConvTranspose1d(2, 3, 3, padding=2), stride=2, output_padding=1),
+        (2, 4),
+    ),
     "transposed2d": (
         lambda: nn.ConvTranspose2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)),
         (2, 3, 4),

@@ -45,6 +45,21 @@ class ConvolutionRule(LayerRule):
         blocks = super().blocks(layer, path, key, sharing, joint)
         return [_depthwise(block) if block.shape[0] == 1 else block for block in blocks]
 
+    def prepare(self, layer: Any) -> None:
+        """Make a layer's attributes consistent if they were changed after its construction.
+
+        The forward pass uses the current stride, dilation and padding, which may then be numbers,
+        and the size of the weight. The layer's kernel size, and the padding that it stores in the
+        order of `F.pad`, are those of the construction.
+        """
+        if layer.weight.ndim == len(layer.kernel_size) + 2:  # A sharded weight may be flat.
+            layer.kernel_size = tuple(layer.weight.shape[2:])
+        for name in ("stride", "dilation", "padding", "output_padding"):
+            if isinstance(getattr(layer, name), int):
+                setattr(layer, name, (getattr(layer, name),) * len(layer.kernel_size))
+        if layer.padding_mode == "zeros":
+            layer._reversed_padding_repeated_twice = _margins_of_zeros(layer)
+
     def matrices(
         self, layer: Any, weight: Shaped[Tensor, "channels_out *kernel"]
     ) -> Shaped[Tensor, "*groups d_out d_in"]:
@@ -364,6 +379,20 @@ def _kernel_gradient(
         output_mask=(False, True, False),
     )
     return kernel
+
+
+def _margins_of_zeros(layer: Any) -> list[int]:
+    """Return the margins before and after the image, in the order of `F.pad`: last dimension first.
+
+    With `padding="same"`, the image keeps its size.
+    """
+    margins: list[int] = []
+    for dim, size in reversed(list(enumerate(layer.kernel_size))):
+        total = 0 if isinstance(layer.padding, str) else 2 * layer.padding[dim]
+        if layer.padding == "same":
+            total = layer.dilation[dim] * (size - 1)
+        margins += [total // 2, total - total // 2]
+    return margins
 
 
 def _pad(layer: Any, x: Float[Tensor, "batch channels *space"]) -> Tensor:
