@@ -183,6 +183,56 @@ def test_a_weight_used_again_has_the_curvature_of_all_uses(kind, options):
     torch.testing.assert_close(actual, exact)
 
 
+class AddedToken(nn.Module):
+    """A network that adds the same row of a table to every position of every example."""
+
+    def __init__(self, index):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.table = nn.Embedding(3, 4)
+        self.head = nn.Linear(4, 3)
+        self.index = torch.tensor(index)
+
+    def forward(self, x):
+        h = torch.tanh(self.body(x) + self.table(self.index))
+        return self.head(h.flatten(1, -2).mean(1) if x.ndim > 2 else h)
+
+
+class Hypernetwork(nn.Module):
+    """A network that computes the weights of its layers from rows of a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(2, 3)
+        self.weights = nn.Linear(3, 16)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        for index in range(2):
+            weight = self.weights(self.table(torch.tensor(index))).view(4, 4)
+            x = torch.tanh(F.linear(x, weight))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
+@pytest.mark.parametrize("positions", [(), (1,), (2,), (3,), (4,)])
+@pytest.mark.parametrize("index", [1, [1]])
+def test_a_row_that_all_positions_share_has_the_dense_variance(index, positions, curvature):
+    """The package checks two and four examples, and there may be as many positions."""
+    model = AddedToken(index).double().eval()
+    x = torch.randn(5, *positions, 4).double()
+    la = Laplace(model, curvature=curvature).fit_batches([(x, torch.randint(3, (5,)))])
+    is_that_of_dense_jacobians(la, x)
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "diag", "full"])
+def test_a_hypernetwork_without_examples_has_the_dense_variance(curvature):
+    model = Hypernetwork().double().eval()
+    x, y = examples()
+    la = Laplace(model, curvature=curvature).fit_batches([(x.double(), y)])
+    is_that_of_dense_jacobians(la, x.double())
+
+
 class Upsampled(nn.Module):
     def __init__(self, **options):
         super().__init__()

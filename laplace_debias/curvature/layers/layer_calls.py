@@ -132,6 +132,8 @@ class LayerRecorder:
             # The layer is of a subclass with its own forward pass, such as a router of experts that
             # derives from a linear layer. Its parameters are measured at its calls.
             return output
+        if x.ndim == 0:
+            x = x.unsqueeze(0)  # A single index, which all examples share.
         if not self._dims.is_clear(path, x.shape, self._num_examples):
             self.is_unclear = True
         elif path in self._dims.shared:

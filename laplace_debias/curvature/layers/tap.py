@@ -246,20 +246,21 @@ class Tap:
         self._dims = ExampleDims.compare(
             self.network, num_examples(x), once.input_shapes, doubled.input_shapes
         )
-        if self._dims.shared and not self._takes_copies(doubled_x, doubled.outputs):
+        outputs = [(x, once.outputs), (doubled_x, doubled.outputs)]
+        if self._dims.shared and not self._takes_copies(outputs):
             self._dims = replace(self._dims, shared=set(), uncopied=self._dims.shared)
         if self._recorder is None:
             return
         has_copies = self._recorder.learn(num_examples(x), once.module_calls, doubled.module_calls)
         takes_copies = True
         if has_copies or self._dims.shared:
-            takes_copies = self._learn_with_copies(self._recorder, x, doubled_x, doubled.outputs)
+            takes_copies = self._learn_with_copies(self._recorder, outputs)
         self._recorder.add_forms(earlier_forms)
         if not takes_copies:
             self._recorder.forget_copies()
 
     def _learn_with_copies(
-        self, recorder: CallRecorder, x: Inputs, doubled_x: Inputs, expected: Tensor
+        self, recorder: CallRecorder, outputs: Sequence[tuple[Inputs, Tensor]]
     ) -> bool:
         """Learn the forms of calls again, until they need no further copies.
 
@@ -267,15 +268,15 @@ class Tap:
 
         Args:
             recorder: The recorder of the calls.
-            x: The inputs of a batch.
-            doubled_x: The inputs of the batch with two copies of each example.
-            expected: The outputs for `doubled_x` without copies for each example.
+            outputs: The inputs of a batch, and of the batch with each example twice, each with the
+                outputs without copies of shared tensors.
 
         Returns:
             Whether the network accepts all copies.
         """
+        (x, _), (doubled_x, _) = outputs
         for _ in range(_MOST_ROUNDS):
-            if not self._takes_copies(doubled_x, expected):
+            if not self._takes_copies(outputs):
                 return False
             once = self._observe(x)
             doubled = self._observe(doubled_x)
@@ -292,8 +293,12 @@ class Tap:
                 shapes.setdefault(layer_call.layer, []).append(layer_call.x.shape)
         return _Observation(recording.forward_pass.outputs, shapes, recording.module_calls)
 
-    def _takes_copies(self, x: Inputs, expected: Tensor) -> bool:
-        """Whether outputs stay the same if each example has its own copy of shared tensors."""
+    def _takes_copies(self, outputs: Sequence[tuple[Inputs, Tensor]]) -> bool:
+        """Whether outputs stay the same if each example has its own copy of shared tensors.
+
+        Batches of two sizes are run, because the number of positions may equal one of the sizes.
+        The copies of the examples would then be broadcast to the positions.
+        """
         dims = self._dims
         # With the shapes of the batch itself, it may be unclear whether to copy for these inputs,
         # and nothing would be copied.
@@ -301,8 +306,11 @@ class Tap:
         try:
             # A forward pass may raise any error at a dimension that it does not expect.
             with suppress_unsupported(Exception):
-                outputs = self._run(x, graph=False).forward_pass.outputs
-                return outputs.shape == expected.shape and torch.allclose(outputs, expected)
+                for x, expected in outputs:
+                    copied = self._run(x, graph=False).forward_pass.outputs
+                    if copied.shape != expected.shape or not torch.allclose(copied, expected):
+                        return False
+                return True
             return False
         finally:
             self._dims = dims
