@@ -476,10 +476,8 @@ def hooks_with_branches(h):
     return h
 
 
-@pytest.mark.parametrize(
-    "reads_numbers", [functions_in_python, hooks_of_tensors, hooks_with_branches]
-)
-def test_other_networks_with_code_that_reads_numbers_are_refused_with_a_remedy(reads_numbers):
+@pytest.mark.parametrize("reads_numbers", [hooks_of_tensors, hooks_with_branches])
+def test_other_networks_with_hooks_that_read_numbers_are_refused_with_a_remedy(reads_numbers):
     class Net(nn.Sequential):
         def forward(self, x):
             """Shape `[B, 5]`."""
@@ -488,6 +486,43 @@ def test_other_networks_with_code_that_reads_numbers_are_refused_with_a_remedy(r
     data = [(torch.randn(4, 3), torch.arange(4))]
     with pytest.raises(NotImplementedError, match=r"reads a number from a gradient.*Remove"):
         Laplace(Net(nn.Linear(3, 6), nn.Linear(6, 5)).eval()).fit(data)
+
+
+class CopiesInPlace(torch.autograd.Function):
+    """An identity whose backward pass fills a new tensor, which `torch.vmap` cannot."""
+
+    @staticmethod
+    def forward(ctx, h):
+        """Copy the values."""
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Copy the gradient into an empty tensor."""
+        copied = torch.empty(gradient.shape, dtype=gradient.dtype)
+        copied[:] = gradient
+        return copied
+
+
+@pytest.mark.parametrize("function", [ReadsNumbers, CopiesInPlace])
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
+def test_functions_that_vmap_does_not_support_differentiate_one_column_after_the_other(
+    function, curvature
+):
+    class Net(nn.Sequential):
+        def forward(self, x):
+            """Shape `[B, 5]`."""
+            h = self[0](x).tanh()
+            return self[1](function.apply(h) if self.has_function else h)
+
+    posteriors = []
+    model = Net(nn.Linear(3, 6), nn.Linear(6, 5)).double().eval()
+    data = [(torch.randn(4, 3).double(), torch.arange(4))]
+    for has_function in (True, False):
+        model.has_function = has_function
+        posteriors.append(Laplace(model, curvature=curvature).fit(data).posterior)
+    actual, expected = (posterior.curvature.to_dense() for posterior in posteriors)
+    oracle.close(actual, expected, 1e-12)
 
 
 @pytest.mark.parametrize(

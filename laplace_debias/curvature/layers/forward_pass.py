@@ -22,6 +22,7 @@ from laplace_debias.curvature.layers.several_columns import (
     vmapped_or_stacked,
 )
 from laplace_debias.curvature.network.calling import quiet
+from laplace_debias.system.memory import is_out_of_memory
 
 # If the network has convolutions on a CPU, output gradients of all columns and layers are computed
 # together up to this many bytes.
@@ -260,10 +261,17 @@ class ForwardPass:
                 column_gradients = differentiate(columns[0], retain_graph=keep_graph)
                 gradients = [None if g is None else g.unsqueeze(0) for g in column_gradients]
             elif not self._differentiates_one_by_one:
-                with explained_reading():
-                    gradients = differentiate(
-                        columns, retain_graph=keep_graph, is_grads_batched=True
-                    )
+                runs_python = has_python_functions(tensor)
+                try:
+                    with explained_reading():
+                        gradients = differentiate(
+                            columns, retain_graph=keep_graph or runs_python, is_grads_batched=True
+                        )
+                except RuntimeError as error:
+                    # `vmap` supports only some of the code in a `torch.autograd.Function`.
+                    if not runs_python or is_out_of_memory(error):
+                        raise
+                    return column_by_column(differentiate, columns, targets, keep_graph)
             elif self._fits_in_cache(tensor, columns) and not has_python_functions(tensor):
                 gradients = vmapped_or_stacked(partial(differentiate, retain_graph=True), columns)
             else:

@@ -33,10 +33,10 @@ def explained_reading() -> Iterator[None]:
         if not any(name in str(error) for name in _READING):
             raise
         raise NotImplementedError(
-            "The model's backward pass reads a number from a gradient (`.item()`, or `if`), in a "
-            "tensor hook or a `torch.autograd.Function`. This is not supported, because the "
-            "gradients of several outputs are computed together. Remove the hook first, or replace "
-            "this code with tensor operations such as `torch.where`."
+            "A tensor hook in the model reads a number from a gradient (`.item()`, or `if`). This "
+            "is not supported, because the gradients of several outputs are computed together. "
+            "Remove the hook first, or replace this code with tensor operations such as "
+            "`torch.where`."
         ) from error
 
 
