@@ -158,6 +158,47 @@ def test_statistics_over_the_batch_are_refused(normalise, use):
         use(OverTheBatch(normalise), [(inputs(), LABELS)])
 
 
+class HiddenTanh(torch.autograd.Function):
+    """A Tanh whose backward pass hides its operations, as torchdiffeq's `odeint_adjoint` does."""
+
+    @staticmethod
+    def forward(ctx, h):
+        """Compute the Tanh."""
+        outputs = h.tanh()
+        ctx.save_for_backward(outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Compute the gradient without a graph."""
+        with torch.no_grad():
+            (outputs,) = ctx.saved_tensors
+            return gradient * (1 - outputs**2)
+
+
+class WithHiddenTanh(nn.Sequential):
+    """A network with one hidden layer."""
+
+    def forward(self, x):
+        """Shape `[B, 2]`."""
+        return self[1](HiddenTanh.apply(self[0](x)))
+
+
+@pytest.mark.parametrize("operator", [GGN, Hessian])
+def test_a_backward_pass_that_hides_its_operations_is_refused(operator):
+    """Otherwise, torch would take the missing derivatives as zero without an error."""
+    model = WithHiddenTanh(nn.Linear(3, 4), nn.Linear(4, 2)).double().eval()
+    data = [(inputs(), LABELS)]
+    matrix = operator(model, LOSS, data)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"second derivatives.*use Laplace or KFAC"):
+            matrix @ torch.ones(26, dtype=torch.float64)
+    la = Laplace(model).fit(data)
+    assert la.predict(inputs()).probs.isfinite().all()
+    with pytest.raises(NotImplementedError, match=r"second derivatives.*use Laplace or KFAC"):
+        la.predict(inputs(), "glm-mc")
+
+
 def test_missing_rules_of_vectorisation_are_not_told_to_the_user():
     """The affine grid runs in a loop under `torch.vmap`, of which torch warns at every call."""
 

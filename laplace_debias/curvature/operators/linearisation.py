@@ -20,6 +20,9 @@ from laplace_debias.system.graph import graph_nodes
 from laplace_debias.system.memory import is_out_of_memory, suppress_unsupported
 from laplace_debias.system.threads import FORWARD_MODE
 
+_NEEDS_SECOND_DERIVATIVES = 'Operators and `method="glm-mc"` need second derivatives of the model'
+_REMEDY = "Replace this operation, or use Laplace or KFAC, which need only first derivatives."
+
 
 @runtime_checkable
 class LinearMap(Protocol):
@@ -77,6 +80,7 @@ class Lineariser:
         self._network = network
         # Programs contain the network's constants, so they are stored per network.
         self.programs: dict[object, Program | None] = {}
+        self._has_checked_graphs = False
 
     def first_order(self, inputs: Inputs) -> Linearisation:
         """Compute the outputs, and the Jacobian with respect to the parameters with its adjoint."""
@@ -100,9 +104,10 @@ class Lineariser:
         if program is not None:
             return _evaluate(program, points, network.state)
         with network.differentiable():
-            return linearised_by_reverse(
+            linearisation = linearised_by_reverse(
                 lambda *leaves: network.outputs(leaves, inputs), network.parameters, network.state
             )
+            return self._checked_once(linearisation)
 
     def second_order(self, loss: OutputLoss, inputs: Inputs, labels: Labels) -> Linearisation:
         """Compute the Hessian of a batch's weighted loss with respect to the parameters.
@@ -120,7 +125,15 @@ class Lineariser:
             value = loss.weighted_value(outputs, labels)
             gradient = gradients((value,), leaves, (torch.ones_like(value),), create_graph=True)
         hessian = _with_fallback(partial(gradients, gradient, leaves))
-        return Linearisation(outputs.detach(), (hessian,), _graph_bytes(gradient, network.state))
+        num_bytes = _graph_bytes(gradient, network.state)
+        return self._checked_once(Linearisation(outputs.detach(), (hessian,), num_bytes))
+
+    def _checked_once(self, linearisation: Linearisation) -> Linearisation:
+        """Check the second derivatives of the first linearisation by graphs, and return it."""
+        if not self._has_checked_graphs:
+            check_second_derivatives(linearisation, self._network.parameters)
+            self._has_checked_graphs = True
+        return linearisation
 
     def _recorded_hessian(
         self, loss: OutputLoss, inputs: Inputs, labels: Labels
@@ -258,8 +271,30 @@ def _check_adjoint(linearisation: Linearisation, parameters: Tensors) -> None:
         raise UntraceableError("derivatives forward and back differ")
 
 
+def check_second_derivatives(linearisation: Linearisation, parameters: Tensors) -> None:
+    """Require that second derivatives agree with the first derivatives of the same graph.
+
+    They do not if the backward pass of a `torch.autograd.Function` hides operations from automatic
+    differentiation. torch then takes the missing derivatives as zero, without an error.
+    """
+    error = _adjoint_error(linearisation.maps[0], linearisation.maps[-1], parameters)
+    # The tolerance is wide because matrix products on an accelerator may have reduced precision.
+    # Products that are NaN are reported where they are used.
+    if error > 1e-2:
+        raise NotImplementedError(
+            f"{_NEEDS_SECOND_DERIVATIVES}, but those of torch are wrong for one of the model's "
+            "operations. It may be a `torch.autograd.Function` whose backward pass torch cannot "
+            f"differentiate, such as torchdiffeq's `odeint_adjoint`. {_REMEDY}"
+        )
+
+
 def are_adjoint(push: LinearMap, pull: LinearMap, parameters: Tensors) -> bool:
     """Test with random vectors whether two linear maps are adjoint."""
+    return _adjoint_error(push, pull, parameters) <= torch.finfo(parameters[0].dtype).eps ** 0.5
+
+
+def _adjoint_error(push: LinearMap, pull: LinearMap, parameters: Tensors) -> float:
+    """Measure with random vectors how far two linear maps are from being adjoint, relatively."""
     generator = torch.Generator(parameters[0].device).manual_seed(0)
 
     def drawn_like(tensors: Tensors) -> Tensors:
@@ -276,8 +311,8 @@ def are_adjoint(push: LinearMap, pull: LinearMap, parameters: Tensors) -> bool:
     # For adjoint maps, ⟨push v, u⟩ = ⟨v, pull u⟩. The standard deviation of each product is the
     # norm of the factor that is not drawn.
     scale = max(_product(pushed, pushed), _product(pulled, pulled)) ** 0.5
-    allowed = torch.finfo(v[0].dtype).eps ** 0.5 * scale
-    return abs(_product(pushed, u) - _product(pulled, v)) <= allowed
+    difference = abs(_product(pushed, u) - _product(pulled, v))
+    return difference / scale if scale > 0 else difference
 
 
 def _product(x: Tensors, y: Tensors) -> float:
@@ -376,10 +411,8 @@ def _explained_missing_derivatives() -> Iterator[None]:
         if "not implemented" not in str(error):
             raise
         raise NotImplementedError(
-            'Operators and `method="glm-mc"` need second derivatives of the model, '
-            "but torch cannot compute them for one of the model's operations "
-            f"({error}). Replace this operation, or use Laplace or KFAC, which need "
-            "only first derivatives."
+            f"{_NEEDS_SECOND_DERIVATIVES}, but torch cannot compute them for one of the model's "
+            f"operations ({error}). {_REMEDY}"
         ) from error
 
 

@@ -12,6 +12,7 @@ from laplace_debias.curvature.network.inputs import Inputs, take
 from laplace_debias.curvature.network.outputs import check_outputs
 from laplace_debias.curvature.operators.linearisation import (
     are_adjoint,
+    check_second_derivatives,
     gradients,
     linearised_by_reverse,
 )
@@ -67,6 +68,7 @@ def linearised_outputs(
         return _join_samples([_linearised_forward(function, trained, chunk) for chunk in chunks])
     with differentiable(network):
         linearisation = linearised_by_reverse(function, trained)
+        check_second_derivatives(linearisation, trained)
     push = linearisation.jacobian
     outputs = []
     for samples in chunks:
