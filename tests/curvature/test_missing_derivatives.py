@@ -199,6 +199,40 @@ def test_a_backward_pass_that_hides_its_operations_is_refused(operator):
         la.predict(inputs(), "glm-mc")
 
 
+class Branching(nn.Module):
+    """A network with a branch on its inputs, which cannot be recorded, and an unused number."""
+
+    def __init__(self, has_number):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        if has_number:
+            self.number = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        h = self.layer(x)
+        return h.tanh() if h.sum() > 0 else h.sin()
+
+
+@pytest.mark.parametrize("operator", [GGN, Hessian])
+def test_an_unused_number_has_no_curvature(operator):
+    """torch has no gradient for a parameter without dimensions on which the outputs do not depend.
+
+    In CLIP without the contrastive loss, this is the logarithm of the temperature.
+    """
+    with_number = Branching(has_number=True).double().eval()
+    without = Branching(has_number=False).double().eval()
+    without.layer = with_number.layer
+    data = [(inputs(), LABELS)]
+    order = operator(with_number, LOSS, data).layout.names
+    V = torch.randn(9, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    is_number = torch.tensor([name == "number" for name in order]).repeat_interleave(
+        torch.tensor([with_number.get_parameter(name).numel() for name in order])
+    )
+    products = operator(with_number, LOSS, data) @ V
+    torch.testing.assert_close(products[~is_number], operator(without, LOSS, data) @ V[~is_number])
+    assert (operator(with_number, LOSS, data) @ V[:, 0])[is_number] == 0 == products[is_number, 0]
+
+
 def test_missing_rules_of_vectorisation_are_not_told_to_the_user():
     """The affine grid runs in a loop under `torch.vmap`, of which torch warns at every call."""
 

@@ -398,7 +398,7 @@ def gradients(
     batch_shape = cotangents[0].shape[:1] if batched else ()
     products: list[Tensor] = []
     for x, product in zip(inputs, sums, strict=True):
-        products.append(x.new_zeros(*batch_shape, *x.shape) if product is None else product)
+        products.append(x.new_zeros((*batch_shape, *x.shape)) if product is None else product)
     return products
 
 
