@@ -10,7 +10,7 @@ from networks import dense_ggn, dense_jacobian
 from oracle import flat_jacobian, functional_covariance, ggn_block
 from torch import nn
 
-from laplace_debias import Laplace
+from laplace_debias import Categorical, Laplace
 from laplace_debias.curvature import GGN
 
 
@@ -341,6 +341,83 @@ def test_a_model_that_mixes_the_examples_is_refused(curvature):
 def test_a_random_model_is_told_from_one_that_mixes():
     with pytest.raises(ValueError, match="is not deterministic"):
         Laplace(Mlp(F.dropout).eval()).fit_batches([examples()])
+
+
+class GraphNetwork(nn.Module):
+    """A network of two layers, each of which adds up the messages along the edges of a graph."""
+
+    def __init__(self, edges):
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+        self.last = nn.Linear(5, 3)
+        self.register_buffer("edges", edges)
+
+    def forward(self, x):
+        source, target = self.edges
+        h = self.first(x)
+        h = torch.tanh(h.index_add(0, target, h[source]))
+        outputs = self.last(h)
+        return outputs.index_add(0, target, outputs[source])
+
+
+class FirstGraph(nn.Module):
+    """A network that ignores all graphs of a batch except the first."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def forward(self, x):
+        return self.network(x[0]).unsqueeze(0)
+
+
+class EachGraph(FirstGraph):
+    """A network that runs on every graph of a batch."""
+
+    def forward(self, x):
+        return torch.stack([self.network(nodes) for nodes in x])
+
+
+EDGES = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 5, 3, 1]])
+
+
+@pytest.mark.parametrize("params", ["all", "last_layer"])
+def test_nodes_of_a_graph_as_examples_are_refused_with_the_remedy(params):
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    message = r"6 examples, but not for one or two.*pass the graph as one example"
+    for edges in (EDGES, EDGES[:, :1]):
+        la = Laplace(GraphNetwork(edges).eval(), params=params)
+        with pytest.raises(ValueError, match=message):
+            la.fit_batches([(x, y)])
+
+
+def test_outputs_of_fewer_examples_are_refused():
+    model = FirstGraph(GraphNetwork(EDGES)).eval()
+    x, y = torch.randn(2, 6, 4), torch.randint(3, (2, 6))
+    message = r"outputs of shape \(1, 6, 3\) for a batch of 2"
+    for number in (1, 2):
+        la = Laplace(model, class_dim=-1)
+        with pytest.raises(ValueError, match=message):
+            la.fit_batches([(x[:number], y[:number])])
+    with pytest.raises(ValueError, match=message):
+        GGN(model, Categorical(), [(x, y)])
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "diag", "full"])
+def test_a_graph_as_one_example_has_the_dense_variance(curvature):
+    """Nodes that are not in the training set have the target -100."""
+    torch.manual_seed(0)
+    model = EachGraph(GraphNetwork(EDGES)).double().eval()
+    x, y = torch.randn(1, 6, 4).double(), torch.randint(3, (1, 6))
+    y[0, 3:] = -100
+    la = Laplace(model, curvature=curvature, class_dim=-1).fit_batches([(x, y)])
+    is_that_of_dense_jacobians(la, x)
+    if curvature == "full":
+        J = flat_jacobian(model, x, la.param_names)[0].unflatten(0, (6, 3))[:3]
+        p = model(x)[0, :3].softmax(-1).detach()
+        H = torch.diag_embed(p) - p.unsqueeze(2) * p.unsqueeze(1)
+        expected = (J.mT @ H @ J).sum(0)
+        torch.testing.assert_close(la.posterior.curvature.to_dense(), expected)
 
 
 class Masked(nn.Module):

@@ -29,9 +29,20 @@ from laplace_debias.system.threads import SharedSetting
 def call(
     model: nn.Module, inputs: Inputs, parameters: Mapping[str, Tensor] | None = None
 ) -> Tensor:
-    """Call the model like `returned_outputs`, but return outputs `[B]` as `[B, 1]`."""
+    """Call the model like `returned_outputs`, but return outputs `[B]` as `[B, 1]`.
+
+    Raises:
+        ValueError: If the outputs are those of a different number of examples.
+    """
     outputs = returned_outputs(model, inputs, parameters)
-    return as_columns(outputs, tensors_of(inputs)[0].shape[:1])
+    batch_shape = tensors_of(inputs)[0].shape[:1]
+    if outputs.ndim > 1 and outputs.shape[:1] != batch_shape:
+        raise ValueError(
+            f"The model returned outputs of shape {tuple(outputs.shape)} for a batch of "
+            f"{batch_shape.numel()}, but the first dimension must be the examples. Return one row "
+            "per example, for any number of examples."
+        )
+    return as_columns(outputs, batch_shape)
 
 
 def as_columns(outputs: Tensor, batch_shape: torch.Size) -> Tensor:
@@ -83,7 +94,7 @@ def mixing_error() -> ValueError:
         "The outputs of an example change with the other examples of the batch, so the curvature "
         "per example is not defined. Look for statistics over the batch, or attention along the "
         "wrong dimension, and change the model so that the outputs of each example depend only "
-        "on this example."
+        "on this example. If the examples are the nodes of a graph, pass the graph as one example."
     )
 
 

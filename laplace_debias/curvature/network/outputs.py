@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from laplace_debias.curvature.network.calling import call, logits_of, mixing_error
-from laplace_debias.curvature.network.inputs import Inputs
+from laplace_debias.curvature.network.inputs import Inputs, num_examples, take
 from laplace_debias.curvature.network.precision import coarsest_eps
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.system.memory import ROOM, is_out_of_memory, suppress_unsupported
@@ -202,6 +202,27 @@ def _takes(model: nn.Module, x: Tensor) -> bool:
     with suppress_unsupported(Exception), torch.no_grad():
         outputs = call(model, x[:1])
         return outputs.ndim > 1 and len(outputs) == 1
+    return False
+
+
+def explain_fixed_size(error: Exception, network: nn.Module, x: Inputs) -> None:
+    """Explain errors of a network that runs for a batch, but not for one or two of its examples."""
+    if is_out_of_memory(error) or not _runs(network, x):
+        return
+    if all(_runs(network, take(x, slice(0, number))) for number in (1, 2)):
+        return
+    raise ValueError(
+        f"The model runs for the batch of {num_examples(x)} examples, but not for one or two of "
+        f"them ({error}). Remove fixed batch sizes from its forward pass. If the examples are the "
+        "nodes of a graph, pass the graph as one example."
+    ) from error
+
+
+def _runs(network: nn.Module, x: Inputs) -> bool:
+    # A forward pass may raise any error.
+    with suppress_unsupported(Exception), torch.no_grad(), preserve_attributes(network.modules()):
+        call(network, x)
+        return True
     return False
 
 

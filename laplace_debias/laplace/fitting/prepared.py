@@ -20,6 +20,7 @@ from laplace_debias.curvature.losses.cotangents import Cotangents
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.curvature.network.calling import call
 from laplace_debias.curvature.network.inputs import Inputs, move, take
+from laplace_debias.curvature.network.outputs import explain_fixed_size
 from laplace_debias.curvature.network.selection import LAST_LAYER
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.curvature.network.validation import validate_model
@@ -123,11 +124,28 @@ def _parameters_on_examples(
 
     A process without examples uses the batch of the first process that has examples.
     """
-    spec = setup.spec
-    config = setup.config
     first = _first_batch(streams[0])
     inputs = move(first.inputs, setup.device, None)
-    targets = first.targets.to(setup.device)
+    try:
+        return _parameters_on_batch(setup, streams, inputs, first.targets, reads_all)
+    except Exception as error:
+        # A forward pass of one process could wait for the other processes.
+        if process_group().size == 1:
+            explain_fixed_size(error, setup.spec.network(()), inputs)
+        raise
+
+
+def _parameters_on_batch(
+    setup: FitSetup,
+    streams: Sequence[Stream],
+    inputs: Inputs,
+    targets: Tensor,
+    reads_all: bool,
+) -> _CheckedParameters:
+    """Check the parameters on the inputs and targets of the first batch."""
+    spec = setup.spec
+    config = setup.config
+    targets = targets.to(setup.device)
     selected = _selected_parameters(setup, inputs)
     tap = Tap(spec.network(selected.names))
     examples = take(inputs, slice(0, _NUM_CHECKED))
