@@ -73,7 +73,7 @@ def tried_with_a_dimension_of_examples(patch, _):
 def copied_for_every_example(patch, _):
     tap = Tap(shared_copy(linear()), [])
     patch.setattr(tap, "_run", exhausted)
-    tap._takes_copies(torch.randn(2, 4).double(), torch.zeros(2, 3))
+    tap._takes_copies([(torch.randn(2, 4).double(), torch.zeros(2, 3))])
 
 
 def given_some_positions_alone(patch, _):
