@@ -184,6 +184,40 @@ class WithHiddenTanh(nn.Sequential):
         return self[1](HiddenTanh.apply(self[0](x)))
 
 
+class OwnTanh(torch.autograd.Function):
+    """A Tanh whose backward pass torch can differentiate, although it cannot be recorded."""
+
+    @staticmethod
+    def forward(ctx, h):
+        """Compute the Tanh."""
+        ctx.save_for_backward(h)
+        return h.tanh()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Compute the gradient."""
+        (h,) = ctx.saved_tensors
+        return gradient * (1 - h.tanh() ** 2)
+
+
+class Confident(nn.Sequential):
+    """A network with one hidden layer and large outputs."""
+
+    def forward(self, x):
+        """Shape `[B, 10]`."""
+        return 1000 * self[1](OwnTanh.apply(self[0](x)))
+
+
+@pytest.mark.parametrize("seed", [0, 2, 5])
+def test_the_hessian_of_a_confident_network_is_not_refused(seed):
+    """In single precision, it consists of rounding errors, which are not symmetric."""
+    torch.manual_seed(seed)
+    model = Confident(nn.Linear(5, 20), nn.Linear(20, 10)).eval()
+    x = torch.randn(16, 5)
+    hessian = Hessian(model, LOSS, [(x, model(x).argmax(1))])
+    assert (hessian @ torch.ones(330)).isfinite().all()
+
+
 @pytest.mark.parametrize("operator", [GGN, Hessian])
 def test_a_backward_pass_that_hides_its_operations_is_refused(operator):
     """Otherwise, torch would take the missing derivatives as zero without an error."""

@@ -103,11 +103,20 @@ class Lineariser:
         program = self._program(key, function=function, points=points, vectors=vectors)
         if program is not None:
             return _evaluate(program, points, network.state)
+        linearisation = self._by_reverse(inputs)
+        self._check_second_derivatives(linearisation)
+        return linearisation
+
+    def _by_reverse(self, inputs: Inputs) -> Linearisation:
+        """Compute the outputs, the Jacobian and its adjoint by graphs of automatic differentiation.
+
+        The Jacobian is the derivative of the backward pass, so it needs second derivatives.
+        """
+        network = self._network
         with network.differentiable():
-            linearisation = linearised_by_reverse(
+            return linearised_by_reverse(
                 lambda *leaves: network.outputs(leaves, inputs), network.parameters, network.state
             )
-            return self._checked_once(linearisation)
 
     def second_order(self, loss: OutputLoss, inputs: Inputs, labels: Labels) -> Linearisation:
         """Compute the Hessian of a batch's weighted loss with respect to the parameters.
@@ -119,6 +128,9 @@ class Lineariser:
             if linearisation is not None:
                 return linearisation
         network = self._network
+        if not self._has_checked_graphs:
+            # The Hessian itself may consist of rounding errors if the network is confident.
+            self._check_second_derivatives(self._by_reverse(inputs))
         with torch.enable_grad(), network.differentiable():
             leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
             outputs = network.outputs(leaves, inputs)
@@ -126,14 +138,13 @@ class Lineariser:
             gradient = gradients((value,), leaves, (torch.ones_like(value),), create_graph=True)
         hessian = _with_fallback(partial(gradients, gradient, leaves))
         num_bytes = _graph_bytes(gradient, network.state)
-        return self._checked_once(Linearisation(outputs.detach(), (hessian,), num_bytes))
+        return Linearisation(outputs.detach(), (hessian,), num_bytes)
 
-    def _checked_once(self, linearisation: Linearisation) -> Linearisation:
-        """Check the second derivatives of the first linearisation by graphs, and return it."""
+    def _check_second_derivatives(self, linearisation: Linearisation) -> None:
+        """Check the second derivatives of the first linearisation by graphs."""
         if not self._has_checked_graphs:
             check_second_derivatives(linearisation, self._network.parameters)
             self._has_checked_graphs = True
-        return linearisation
 
     def _recorded_hessian(
         self, loss: OutputLoss, inputs: Inputs, labels: Labels
@@ -272,12 +283,12 @@ def _check_adjoint(linearisation: Linearisation, parameters: Tensors) -> None:
 
 
 def check_second_derivatives(linearisation: Linearisation, parameters: Tensors) -> None:
-    """Require that second derivatives agree with the first derivatives of the same graph.
+    """Require that the Jacobian, from second derivatives, agrees with its adjoint, from first ones.
 
-    They do not if the backward pass of a `torch.autograd.Function` hides operations from automatic
-    differentiation. torch then takes the missing derivatives as zero, without an error.
+    They do not agree if the backward pass of a `torch.autograd.Function` hides operations from
+    automatic differentiation. torch then takes the missing derivatives as zero, without an error.
     """
-    error = _adjoint_error(linearisation.maps[0], linearisation.maps[-1], parameters)
+    error = _adjoint_error(linearisation.jacobian, linearisation.adjoint, parameters)
     # The tolerance is wide because matrix products on an accelerator may have reduced precision.
     # Products that are NaN are reported where they are used.
     if error > 1e-2:
