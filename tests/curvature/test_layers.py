@@ -73,6 +73,7 @@ LAYERS = {
         ),
         (2, 4, 3),
     ),
+    "conv2d_single_number": (lambda: changed(nn.Conv2d(2, 3, 3), padding=(1,)), (2, 4, 5)),
     "conv1d_numbers": (lambda: changed(nn.Conv1d(2, 3, 3), stride=2, padding=2), (2, 7)),
     "conv3d": (lambda: nn.Conv3d(2, 2, 2, padding=1), (2, 2, 3, 2)),
     "transposed1d": (lambda: nn.ConvTranspose1d(2, 3, 3, 2, 2, output_padding=1), (2, 4)),

@@ -55,8 +55,12 @@ class ConvolutionRule(LayerRule):
         if layer.weight.ndim == len(layer.kernel_size) + 2:  # A sharded weight may be flat.
             layer.kernel_size = tuple(layer.weight.shape[2:])
         for name in ("stride", "dilation", "padding", "output_padding"):
-            if isinstance(getattr(layer, name), int):
-                setattr(layer, name, (getattr(layer, name),) * len(layer.kernel_size))
+            value = getattr(layer, name)
+            if isinstance(value, int):
+                value = (value,)
+            if len(value) == 1:
+                # A single number holds for all dimensions.
+                setattr(layer, name, tuple(value) * len(layer.kernel_size))
         if layer.padding_mode == "zeros":
             layer._reversed_padding_repeated_twice = _margins_of_zeros(layer)
 
