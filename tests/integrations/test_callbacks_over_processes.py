@@ -17,9 +17,14 @@ PROGRAM = ROOT / "tests/support/training_program.py"
 pytestmark = pytest.mark.slow
 
 
-def run(library, folder, num_processes, sampler, mode="full"):
-    """Train with a number of processes; return the numbers that each of them wrote."""
-    folder.mkdir()
+def run(library, folder, num_processes, samplers, mode="full"):
+    """Train with a number of processes, once per sampler.
+
+    The runs share their processes, because each process takes long to import the libraries.
+
+    Returns:
+        The numbers that each process wrote, by sampler.
+    """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     environment = {
         **os.environ,
@@ -27,7 +32,7 @@ def run(library, folder, num_processes, sampler, mode="full"):
         "OMP_NUM_THREADS": "1",
     }
     completed = subprocess.run(
-        [sys.executable, *launcher, str(PROGRAM), library, str(folder), sampler, mode],
+        [sys.executable, *launcher, str(PROGRAM), library, str(folder), mode, *samplers],
         env=environment,
         capture_output=True,
         text=True,
@@ -35,42 +40,46 @@ def run(library, folder, num_processes, sampler, mode="full"):
         check=False,
     )
     assert completed.returncode == 0, completed.stderr[-4000:]
-    return [
-        json.loads((folder / f"numbers-{rank}.json").read_text()) for rank in range(num_processes)
-    ]
+    return {
+        sampler: [
+            json.loads((folder / sampler / f"numbers-{rank}.json").read_text())
+            for rank in range(num_processes)
+        ]
+        for sampler in samplers
+    }
 
 
-@pytest.mark.parametrize(("sampler", "num_data"), [("all", 37), ("first", 20), ("weighted", 37)])
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
-def test_two_processes_have_the_posterior_of_one(library, sampler, num_data, tmp_path):
+def test_two_processes_have_the_posterior_of_one(library, tmp_path):
     """No posterior contains examples that the sampler of the run leaves out."""
     pytest.importorskip(library)
-    (expected,) = run(library, tmp_path / "one", 1, sampler)
-    results = run(library, tmp_path / "two", 2, sampler)
-    for result in results:
-        assert result["num_data"] == expected["num_data"] == num_data
-        assert result["prior_precision"] == pytest.approx(expected["prior_precision"], rel=1e-10)
-        torch.testing.assert_close(
-            torch.tensor(result["precision"]),
-            torch.tensor(expected["precision"]),
-            rtol=1e-6,
-            atol=1e-8,
-        )
-    assert [len(result["written"]) for result in results] == [1, 0]
-    assert len(list((tmp_path / "two").rglob("*posterior.safetensors"))) == 1
+    sizes = {"all": 37, "first": 20, "weighted": 37}
+    of_one = run(library, tmp_path / "one", 1, sizes)
+    of_two = run(library, tmp_path / "two", 2, sizes)
+    for sampler, num_data in sizes.items():
+        (expected,) = of_one[sampler]
+        for result in of_two[sampler]:
+            assert result["num_data"] == expected["num_data"] == num_data
+            assert result["prior_precision"] == pytest.approx(
+                expected["prior_precision"], rel=1e-10
+            )
+            torch.testing.assert_close(
+                torch.tensor(result["precision"]),
+                torch.tensor(expected["precision"]),
+                rtol=1e-6,
+                atol=1e-8,
+            )
+        assert [len(result["written"]) for result in of_two[sampler]] == [1, 0]
+        assert len(list((tmp_path / "two" / sampler).rglob("*posterior.safetensors"))) == 1
 
 
 @pytest.mark.parametrize(
-    ("library", "sampler", "is_first"),
+    ("library", "is_first_by_sampler"),
     # Lightning always shuffles the training data of several processes.
-    [
-        ("lightning", "all", False),
-        ("transformers", "all", False),
-        ("transformers", "in order", True),
-    ],
+    [("lightning", {"all": False}), ("transformers", {"all": False, "in order": True})],
 )
 def test_two_processes_fit_the_first_batch_in_the_order_of_the_run(
-    library, sampler, is_first, tmp_path
+    library, is_first_by_sampler, tmp_path
 ):
     """Without shuffling, the first batch of sorted data contains only examples of one class."""
     pytest.importorskip(library)
@@ -79,10 +88,12 @@ def test_two_processes_fit_the_first_batch_in_the_order_of_the_run(
     batch = program.examples(program.SIZE, 1)[:10]  # two processes with batches of 5
     la = Laplace(program.TextModel().layers, prior_precision=1e-4)
     first = la.fit([batch], num_data=program.SIZE).posterior.precision.to_dense().diagonal()
-    for result in run(library, tmp_path / "two", 2, sampler, "mini"):
-        diagonal = torch.tensor(result["precision"], dtype=torch.float64).diagonal()
-        curvature = diagonal - result["prior_precision"]
-        assert torch.allclose(curvature, first - 1e-4, rtol=1e-5) == is_first
+    results = run(library, tmp_path, 2, is_first_by_sampler, "mini")
+    for sampler, is_first in is_first_by_sampler.items():
+        for result in results[sampler]:
+            diagonal = torch.tensor(result["precision"], dtype=torch.float64).diagonal()
+            curvature = diagonal - result["prior_precision"]
+            assert torch.allclose(curvature, first - 1e-4, rtol=1e-5) == is_first
 
 
 @pytest.mark.parametrize("library", ["lightning", "transformers"])

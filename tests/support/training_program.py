@@ -1,6 +1,6 @@
-"""A training run with a callback, in as many processes as torchrun starts.
+"""Training runs with a callback, one after the other, in as many processes as torchrun starts.
 
-Its arguments are LIBRARY FOLDER SAMPLER MODE: the sampler of the run, and the mode of the fit.
+Its arguments are LIBRARY FOLDER MODE SAMPLER...: the mode of the fits, and the sampler of each run.
 """
 
 import json
@@ -136,7 +136,7 @@ def with_transformers(folder, is_logged_by_wandb=False, sampler="all", mode="ful
 
 
 if __name__ == "__main__":
-    library, folder, sampler, mode = sys.argv[1:]
+    library, root, mode, *samplers = sys.argv[1:]
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)
@@ -147,13 +147,15 @@ if __name__ == "__main__":
             written.append(Path(os.fsdecode(arguments[1])).name)
 
     sys.addaudithook(notice)
-    la = {"lightning": with_lightning, "transformers": with_transformers}[library](
-        folder, sampler=sampler, mode=mode
-    )
-    numbers = {
-        "num_data": la.num_data,
-        "written": [name for name in written if name.endswith("posterior.safetensors")],
-        "prior_precision": float(la.prior_precision),
-        "precision": la.posterior.precision.to_dense().double().tolist(),
-    }
-    Path(folder, f"numbers-{os.environ['RANK']}.json").write_text(json.dumps(numbers))
+    train = {"lightning": with_lightning, "transformers": with_transformers}[library]
+    for sampler in samplers:
+        written.clear()
+        folder = Path(root, sampler)
+        la = train(folder, sampler=sampler, mode=mode)
+        numbers = {
+            "num_data": la.num_data,
+            "written": [name for name in written if name.endswith("posterior.safetensors")],
+            "prior_precision": float(la.prior_precision),
+            "precision": la.posterior.precision.to_dense().double().tolist(),
+        }
+        Path(folder, f"numbers-{os.environ['RANK']}.json").write_text(json.dumps(numbers))
