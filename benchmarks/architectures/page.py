@@ -28,8 +28,9 @@ table states otherwise.
   gradient. This includes two one-off costs of a fit: checking every block, and computing the
   eigendecompositions.
 - **each further batch**: the time that each batch after the first adds to a fit, divided by the
-  time of a gradient. It is a quarter of the difference between fits to five batches and to one.
-  [Benchmarks](benchmarks.md) measure larger networks.
+  time of a gradient. It is a quarter of the difference between fits to five batches and to one, so
+  it is noisy: repeated measurements differ by up to about 1. [Benchmarks](benchmarks.md) measure
+  larger networks.
 - **predict**: the time to predict the batch with exact functional variances, divided by the time of
   a gradient.
 
