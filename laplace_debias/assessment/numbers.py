@@ -9,6 +9,7 @@ from torch.distributions import Distribution, MultivariateNormal, Normal
 
 from laplace_debias.assessment.predictions import NumberPredictions
 from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.losses.likelihoods.base import variances_of
 from laplace_debias.laplace import links
 from laplace_debias.laplace.prediction.decomposition import uncertainty_of_draws
 from laplace_debias.laplace.prediction.intervals import (
@@ -89,7 +90,7 @@ def _predictive(likelihood: Likelihood, mean: Tensor, covariance: Tensor | None)
         return likelihood.predictive(mean, covariance)
     variances = torch.zeros_like(mean)
     if covariance is not None:
-        variances = links.output_variances(mean, covariance)
+        variances = variances_of(mean, covariance)
     return likelihood.marginals(mean, variances)
 
 
@@ -98,7 +99,7 @@ def _epistemic_variance(
 ) -> Float[Tensor, "n targets"]:
     """Compute the variance of the targets' means in closed form, or else over Sobol points."""
     if likelihood.has_marginals:
-        return likelihood.epistemic_variances(mean, links.output_variances(mean, covariance))
+        return likelihood.epistemic_variances(mean, variances_of(mean, covariance))
     return uncertainty_of_draws([likelihood], [gaussian_draws(mean, covariance)]).epistemic
 
 

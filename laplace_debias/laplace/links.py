@@ -20,7 +20,7 @@ from torch.distributions import Distribution
 from torch.quasirandom import SobolEngine
 
 from laplace_debias.curvature.losses.likelihoods import Likelihood
-from laplace_debias.curvature.losses.likelihoods.base import probit
+from laplace_debias.curvature.losses.likelihoods.base import probit, variances_of
 from laplace_debias.laplace.pairwise import Covariance, Logits, pairwise
 from laplace_debias.operators.eigh import eigh
 
@@ -28,15 +28,6 @@ MOST_CLASSES = 100
 """With more classes than this, the default is the probit link: covariances would cost too much."""
 NUM_DRAWS = 128
 """The number of Sobol points of the `"exact"` link."""
-
-
-def output_variances(
-    mean: Float[Tensor, "*batch outputs"], covariance: Float[Tensor, "..."]
-) -> Float[Tensor, "*batch outputs"]:
-    """Return the variances of outputs, for whose mean there are covariances or only variances."""
-    if covariance.ndim > mean.ndim:
-        return covariance.diagonal(dim1=-2, dim2=-1)
-    return covariance
 
 
 def tempered_probit(
@@ -51,7 +42,7 @@ def tempered_probit(
         covariance: Covariances, or only variances.
         temperatures: The temperatures.
     """
-    variances = output_variances(mean, covariance)
+    variances = variances_of(mean, covariance)
     squares = _stack_numbers(temperatures, mean).square()
     return mean / (squares + math.pi / 8 * variances).sqrt_()
 
@@ -80,7 +71,7 @@ def exact(mean: Logits, covariance: Covariance) -> Logits:
 
 def exact_sigmoid(mean: Logits, covariance: Float[Tensor, "..."]) -> Logits:
     """Compute `exact` for each label by treating it as a choice between its logit and zero."""
-    variances = output_variances(mean, covariance)
+    variances = variances_of(mean, covariance)
     both_means = torch.stack([torch.zeros_like(mean), mean], -1)
     both_variances = torch.stack([torch.zeros_like(mean), variances], -1)
     log_probs = exact(both_means, torch.diag_embed(both_variances))

@@ -392,9 +392,12 @@ def _margins_of_zeros(layer: Any) -> list[int]:
     """
     margins: list[int] = []
     for dim, size in reversed(list(enumerate(layer.kernel_size))):
-        total = 0 if isinstance(layer.padding, str) else 2 * layer.padding[dim]
         if layer.padding == "same":
             total = layer.dilation[dim] * (size - 1)
+        elif layer.padding == "valid":
+            total = 0
+        else:
+            total = 2 * layer.padding[dim]
         margins += [total // 2, total - total // 2]
     return margins
 

@@ -243,7 +243,7 @@ class OperandRecorder(TorchFunctionMode):
         is_common = value.ndim < output.ndim or value.shape[0] == 1
         return id(parameter) in self._names and is_all and is_common
 
-    def _record_operands(self, operands: list["_Operand"], output: Tensor) -> Tensor:
+    def _record_operands(self, operands: list[_Operand], output: Tensor) -> Tensor:
         """Record an operation for each parameter in it; return the output to continue with.
 
         The recorded tensors are `[B, positions, size]`, with the dimensions of the parameters

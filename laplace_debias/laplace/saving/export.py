@@ -19,6 +19,7 @@ from torch.distributions import Distribution
 from laplace_debias.curvature.layer_rules import Block
 from laplace_debias.curvature.layers.tap import Tap
 from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.losses.likelihoods.base import variances_of
 from laplace_debias.curvature.network.calling import call, returned_outputs
 from laplace_debias.curvature.network.inputs import (
     Inputs,
@@ -29,7 +30,7 @@ from laplace_debias.curvature.network.inputs import (
     tensors_of,
 )
 from laplace_debias.laplace.functional.linear_head import LinearHead
-from laplace_debias.laplace.links import Link, link_from, output_variances, required_moments
+from laplace_debias.laplace.links import Link, link_from, required_moments
 from laplace_debias.laplace.prediction.predictive import (
     FitWithLink,
     PredictionMethod,
@@ -168,7 +169,7 @@ class _Predictive(nn.Module):
         covariance = self._covariance(phi, diagonal)
         if self._link is None:
             return self.likelihood.exported(mean, covariance)
-        variance = output_variances(mean, covariance)
+        variance = variances_of(mean, covariance)
         logits = self._link.logits(self.likelihood, mean, covariance)
         probs = self.likelihood.probabilities(logits)
         return {"logits": mean, "variance": variance, "probs": probs}

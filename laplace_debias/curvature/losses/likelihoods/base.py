@@ -377,10 +377,13 @@ def probit(mean: Tensor, covariance: Tensor) -> Tensor:
     return mean / (1 + math.pi / 8 * variances_of(mean, covariance)).sqrt()
 
 
-def variances_of(mean: Tensor, covariance: Tensor) -> Tensor:
-    """Return the variances in a covariance, which may consist only of the variances."""
-    has_only_variances = covariance.ndim == mean.ndim
-    return covariance if has_only_variances else covariance.diagonal(dim1=-2, dim2=-1)
+def variances_of(
+    mean: Float[Tensor, "*batch outputs"], covariance: Float[Tensor, "..."]
+) -> Float[Tensor, "*batch outputs"]:
+    """Return the variances of outputs, for whose mean there are covariances or only variances."""
+    if covariance.ndim > mean.ndim:
+        return covariance.diagonal(dim1=-2, dim2=-1)
+    return covariance
 
 
 def check_quantile_probabilities(probabilities: Tensor) -> None:
