@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from laplace_debias import Laplace
 from laplace_debias.curvature import GGN
@@ -33,6 +34,13 @@ def test_a_model_without_values_is_refused():
     with torch.device("meta"):
         model = network()
     refused(model, ValueError, "0.weight is on the device .meta., .* Load the checkpoint")
+
+
+def test_a_device_without_double_precision_is_refused():
+    model = nn.Module()
+    with FakeTensorMode():  # no Apple GPU is needed
+        model.weight = nn.Parameter(torch.empty(3, 4, device="mps"))
+    refused(model, NotImplementedError, r"weight is on the device 'mps', .* Call `model\.cpu\(\)`")
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, X)])

@@ -76,6 +76,11 @@ def _check_tensors(model: nn.Module, sharded: set[int]) -> None:
                 "first, for example with model.to_empty(device='cpu') and then "
                 "model.load_state_dict(...)."
             )
+        if tensor.device.type == "mps":
+            raise NotImplementedError(
+                f"{name} is on the device 'mps', which has no double precision, but posteriors and "
+                "operators compute some of their numbers in it. Call `model.cpu()` first."
+            )
         # The tensor is detached because threads that use it under autograd can block each other.
         is_checked = isinstance(tensor, nn.Parameter) and not is_never_copied(tensor)
         if is_checked and not tensor.detach().isfinite().all():
