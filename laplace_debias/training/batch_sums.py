@@ -136,13 +136,11 @@ class BatchMeasurements:
         self.parameters = parameters
         self.context = context
         self.sums = BatchSums(context)
-        self._runner: ChunkRunner | None = None
+        self._runner = ChunkRunner(self.sums)
 
     def measure(self, batch: Batch) -> DataTotals:
         """Measure a batch into `sums`, and require that they are finite."""
         self.sums.begin()
-        if self._runner is None:
-            self._runner = ChunkRunner(self.sums, batch.inputs)
         totals = DataTotals()
         checks = DeferredChecks()
         with checks.during_batch(None):

@@ -54,12 +54,14 @@ class Chunk:
     """Examples of a batch that are run together.
 
     Attributes:
+        batch: The batch.
         examples: The examples.
         added: The keys of the records of these examples that the sums contain. If memory runs out
             in the middle of a chunk, its parts are run again, but these records are not added
             again.
     """
 
+    batch: Batch
     examples: slice
     added: set[RecordKey] = field(default_factory=set)
 
@@ -73,8 +75,12 @@ class Chunk:
         if size >= self.size:
             return self, None
         middle = self.examples.start + size
-        first = Chunk(slice(self.examples.start, middle), self.added.copy())
-        return first, Chunk(slice(middle, self.examples.stop), self.added.copy())
+        first = slice(self.examples.start, middle)
+        remaining = slice(middle, self.examples.stop)
+        return (
+            Chunk(self.batch, first, self.added.copy()),
+            Chunk(self.batch, remaining, self.added.copy()),
+        )
 
 
 class _Outcome(Enum):
@@ -112,22 +118,23 @@ class ChunkRunner:
 
     Args:
         accumulator: The accumulator that receives the records.
-        x: The inputs of the first batch.
     """
 
-    def __init__(self, accumulator: Accumulator, x: Inputs) -> None:
+    def __init__(self, accumulator: Accumulator) -> None:
         self._accumulator = accumulator
-        self._context = accumulator.context
-        context = self._context
-        forward_pass, num_joined_examples = run_example(context, x)
+        # An example of each new shape adds its size; the first example also makes the search for
+        # positions, if the accumulator needs it.
+        self._sizes: dict[tuple[torch.Size, ...], _ExampleSize] = {}
         self._presence: Presence | None = None
-        if accumulator.needs_positions:
-            self._presence = Presence(context, forward_pass)
         # The largest number of bytes of output gradients in a chunk; smaller after memory ran out.
         self._most_bytes = sys.maxsize
-        self._sizes = {example_shapes(x): self._size(forward_pass, num_joined_examples)}
         # On a CPU, images are converted to `channels_last`, because convolutions are then faster.
-        self._is_channels_last = _supports_channels_last(context, x, forward_pass)
+        # This ends at the first example or chunk for which the network does not support it.
+        self._is_channels_last = True
+
+    @property
+    def _context(self) -> FitContext:
+        return self._accumulator.context
 
     def num_joined_examples(self, x: Inputs) -> int:
         """Return the maximum number of examples in joined batches; 0 if batches are not joined."""
@@ -141,8 +148,10 @@ class ChunkRunner:
                 forward_pass, num_joined_examples = run_example(self._context, x)
             except (RuntimeError, MemoryError) as error:
                 if is_out_of_memory(error):
-                    raise _not_enough_memory(Chunk(slice(0, 1)), error) from error
+                    raise _not_enough_memory(1, error) from error
                 raise
+            if self._accumulator.needs_positions and self._presence is None:
+                self._presence = Presence(self._context, forward_pass)
             self._sizes[shapes] = self._size(forward_pass, num_joined_examples)
             if self._is_channels_last:
                 self._is_channels_last = _supports_channels_last(self._context, x, forward_pass)
@@ -192,13 +201,13 @@ class ChunkRunner:
             RuntimeError: If memory runs out for one example, or while a record is added.
         """
         size = self._size_of(batch.inputs)
-        pending = [Chunk(slice(0, batch.num_examples))]
+        pending = [Chunk(batch, slice(0, batch.num_examples))]
         while pending:
             num_fitting = max(1, self._most_bytes // size.num_bytes)
             chunk, remaining = pending.pop().split(min(size.num_examples, num_fitting))
             if remaining is not None:
                 pending.append(remaining)
-            outcome = self._attempt(batch, chunk, size.num_columns, totals)
+            outcome = self._attempt(chunk, size.num_columns, totals)
             if outcome is _Outcome.COMPLETE:
                 continue
             if outcome is _Outcome.OUT_OF_MEMORY:
@@ -212,54 +221,41 @@ class ChunkRunner:
             pending.append(chunk)
         totals.num_examples += batch.num_examples
 
-    def _attempt(
-        self,
-        batch: Batch,
-        chunk: Chunk,
-        num_columns: int,
-        totals: DataTotals,
-    ) -> "_Outcome":
+    def _attempt(self, chunk: Chunk, num_columns: int, totals: DataTotals) -> _Outcome:
         """Run a chunk, and return whether and why the chunk has to be run again.
 
         The exception of a failed run does not outlive this method, so the chunk's tensors are
         freed.
         """
         try:
-            self._run_chunk(batch, chunk, num_columns, totals)
+            self._run_chunk(chunk, num_columns, totals)
         except UnfinishedSumError as error:
             if not is_out_of_memory(error.cause):
                 raise error.cause from None
-            raise _not_enough_memory(chunk, error.cause) from error.cause
+            raise _not_enough_memory(chunk.size, error.cause) from error.cause
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 if chunk.size == 1:
-                    raise _not_enough_memory(chunk, error) from error
+                    raise _not_enough_memory(chunk.size, error) from error
                 return _Outcome.OUT_OF_MEMORY
             if not self._is_channels_last:
                 raise
             return _Outcome.WRONG_LAYOUT
         return _Outcome.COMPLETE
 
-    def _run_chunk(
-        self,
-        batch: Batch,
-        chunk: Chunk,
-        num_columns: int,
-        totals: DataTotals,
-    ) -> None:
+    def _run_chunk(self, chunk: Chunk, num_columns: int, totals: DataTotals) -> None:
         """Run a chunk forward and back, and pass its records to the accumulator.
 
         Every record's key is put into `chunk.added` immediately, because memory may run out before
         the next record.
 
         Args:
-            batch: The batch.
-            chunk: The examples of the batch that are run.
+            chunk: The examples that are run.
             num_columns: The number of columns of output gradients that are computed together.
             totals: The totals of the pass, to which the chunk is added.
         """
         context = self._context
-        chunk_batch = batch.take(chunk.examples)
+        chunk_batch = chunk.batch.take(chunk.examples)
         presence: ChunkPresence | None = None
         if self._presence is not None:
             # Positions are found before the inputs are moved, so that the search for padding runs
@@ -270,7 +266,7 @@ class ChunkRunner:
         cotangents = context.cotangents(
             outputs.detach(),
             chunk_batch.targets,
-            batch.first_index + chunk.examples.start,
+            chunk.batch.first_index + chunk.examples.start,
             chunk_batch.weights,
         )
         gated_layers: set[str] = set()
@@ -456,11 +452,11 @@ def _complete_groups(blocks: Sequence[Block], added: set[RecordKey]) -> set[Reco
     return {key for key in added if key.group_index in complete_groups}
 
 
-def _not_enough_memory(chunk: Chunk, error: BaseException) -> RuntimeError:
+def _not_enough_memory(num_examples: int, error: BaseException) -> RuntimeError:
     """Return the error for a chunk that cannot be made smaller; the message contains advice."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     return RuntimeError(
-        f"Not enough memory for {counted(chunk.size, 'example')} ({reason}). Nothing was fitted. "
+        f"Not enough memory for {counted(num_examples, 'example')} ({reason}). Nothing was fitted. "
         'Use `fisher="signs"` or "mc", select fewer parameters, such as `params="last_layer"`, or '
         "pass a smaller `memory_bound=` (only in Python). To see how much memory a fit needs, call "
         "`la.plan(loader)` (command line: fit --plan)."

@@ -60,7 +60,7 @@ class _DataPass:
 
     def __init__(self, accumulator: Accumulator) -> None:
         self._accumulator = accumulator
-        self._runner: ChunkRunner | None = None
+        self._runner = ChunkRunner(accumulator)
         self._checks = DeferredChecks()
         checkpoint = accumulator.context.checkpoint
         self._saved: SavedPass | UnsavedPass = UnsavedPass()
@@ -107,8 +107,6 @@ class _DataPass:
 
     def _num_joined_examples(self, batch: Batch) -> int:
         """Return the maximum number of examples if the batch is run together with other batches."""
-        if self._runner is None:
-            self._runner = ChunkRunner(self._accumulator, batch.inputs)
         with self._checks.during_batch(batch.number):
             return self._runner.num_joined_examples(batch.inputs)
 
@@ -133,6 +131,5 @@ class _DataPass:
             raise
 
     def _run_batch(self, batch: Batch) -> None:
-        assert self._runner is not None
         with self._checks.during_batch(batch.number):
             self._runner.run(batch, self._saved.totals)
