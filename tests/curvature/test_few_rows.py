@@ -219,8 +219,10 @@ def test_coordinates_of_few_positions_keep_the_products_of_the_rest(dtype, toler
     record = BlockRecord(block, model, [1e20 * x[:examples].to(dtype)], [g])
     U_G, U_A = (torch.linalg.qr(torch.randn(d, 4).double())[0].to(dtype) for d in block.shape)
     products = []
-    for apart in (True, False):
-        rotated = rotated_jacobians(record, ThinBasis(U_G), ThinBasis(U_A), apart=apart)
+    for frame_per_example in (True, False):
+        rotated = rotated_jacobians(
+            record, ThinBasis(U_G), ThinBasis(U_A), frame_per_example=frame_per_example
+        )
         J = torch.cat([jacobian.J for jacobian in rotated]).double()
         quadrants = (J[..., :4, 4:], J[..., 4:, :4], J[..., 4:, 4:])
         rows = [quadrant.flatten(2) for quadrant in quadrants]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -42,13 +43,13 @@ def rotated_jacobians(
     output_directions: Directions,
     input_directions: Directions,
     *,
-    apart: bool = True,
+    frame_per_example: bool = True,
 ) -> Iterator[Rotated]:
     r"""Yield a block's Jacobian in its eigenbasis, $U_G^\top(\sum_t g_t a_t^\top)U_A$, in slices.
 
     Activations and output gradients are rotated, never their product, so the only additional cost
-    is one rotation of each row. With `apart`, each example may have its own rows and columns for
-    the part outside the span of thin directions.
+    is one rotation of each row. If `frame_per_example` is true, each example may have its own rows
+    and columns for the part outside the span of thin directions.
     """
     block = record.block
     if block.is_vector:
@@ -59,82 +60,92 @@ def rotated_jacobians(
     if block.is_one_hot:
         yield from _one_hot_jacobians(record, output_directions, input_directions)
         return
+    # This is possible only for a single call, which then contains all rows of an example.
+    frame_per_example = frame_per_example and len(record.inputs) == 1
+    rotation = _RowRotation(record, output_directions, input_directions, frame_per_example)
     jacobian_size = record.num_columns * block.size
     for examples in block.rule.slices(record.layer, block, record.inputs[0], extra=jacobian_size):
         # No variable refers to the slice, so that it is released before the next slice is computed.
-        yield Rotated(
-            examples, _rotated_slice(record, examples, output_directions, input_directions, apart)
-        )
+        yield Rotated(examples, rotation.jacobian(examples))
 
 
-def _rotated_slice(
-    record: BlockRecord,
-    examples: slice,
-    output_directions: Directions,
-    input_directions: Directions,
-    apart: bool,
-) -> Float[Tensor, "part columns *groups rows some_d_in"]:
-    """Compute the Jacobian of the given examples in the eigenbasis.
+@dataclass(frozen=True, eq=False)
+class _RowRotation:
+    """The rotation of a record's rows, the activations and output gradients, into the eigenbasis.
 
-    The activations are always rotated before the product with the output gradients. The gradients
-    are rotated before the product or, if this takes less time, after it.
+    Attributes:
+        record: The record.
+        output_directions: U_G.
+        input_directions: U_A.
+        frame_per_example: Whether each example has its own rows and columns for the part outside
+            the span of thin directions.
     """
-    block = record.block
-    layer = record.layer
-    rule = block.rule
-    # This is possible only for a single call, which then contains all rows of an example.
-    is_apart = apart and len(record.inputs) == 1
-    rotate_gradients = _rotation_of_gradients(record, output_directions, input_directions, is_apart)
 
-    def product_of_call(x: Tensor, g: Tensor) -> Float[Tensor, "part *groups rows some_d_in"]:
-        """Compute Σ_t g_t a_tᵀ U_A of one call, with the rows of all columns stacked."""
+    record: BlockRecord
+    output_directions: Directions
+    input_directions: Directions
+    frame_per_example: bool
+
+    def jacobian(self, examples: slice) -> Float[Tensor, "part columns *groups rows some_d_in"]:
+        """Compute the Jacobian of the given examples in the eigenbasis.
+
+        The activations are always rotated before the product with the output gradients. The
+        gradients are rotated before the product or, if this takes less time, after it.
+        """
+        record = self.record
+        block = record.block
+        layer = record.layer
+        rule = block.rule
+        rotate_gradients = self._rotation_of_gradients()
+
+        def product_of_call(x: Tensor, g: Tensor) -> Float[Tensor, "part *groups rows some_d_in"]:
+            """Compute Σ_t g_t a_tᵀ U_A of one call, with the rows of all columns stacked."""
+            if rotate_gradients is None:
+                summed = rule.summed_products(layer, block, x, g)
+                if summed is not None:
+                    return self.input_directions.coordinates(summed)
+            a = self._rotated_activations(x)
+            gradients = rule.output_gradients(layer, block, x, g).movedim(0, -3)
+            if rotate_gradients is not None:
+                gradients = rotate_gradients(gradients)
+            # [b, *groups, K·d_out, T] times [b, *groups, T, d_in]: one batched product serves every
+            # column.
+            return gradients.flatten(-3, -2) @ a.movedim(1, -2)
+
+        products = (product_of_call(x[examples], g[:, examples]) for x, g in record.calls())
+        J = reduce(Tensor.add_, products).unflatten(-2, (record.num_columns, -1))
         if rotate_gradients is None:
-            summed = rule.summed_products(layer, block, x, g)
-            if summed is not None:
-                return input_directions.coordinates(summed)
-        a = _activations_along(record, x, input_directions, is_apart)
-        gradients = rule.output_gradients(layer, block, x, g).movedim(0, -3)
-        if rotate_gradients is not None:
-            gradients = rotate_gradients(gradients)
-        # [b, *groups, K·d_out, T] times [b, *groups, T, d_in]: one batched product serves every
-        # column.
-        return gradients.flatten(-3, -2) @ a.movedim(1, -2)
+            J = _coordinates_of_columns(J, self.output_directions)
+        return J.movedim(-3, 1)
 
-    products = (product_of_call(x[examples], g[:, examples]) for x, g in record.calls())
-    J = reduce(Tensor.add_, products).unflatten(-2, (record.num_columns, -1))
-    if rotate_gradients is None:
-        J = _coordinates_of_columns(J, output_directions)
-    return J.movedim(-3, 1)
+    def _rotation_of_gradients(self) -> Callable[[Tensor], Tensor] | None:
+        """Choose how to rotate the output gradients of each position.
 
+        The result is None if it takes less time to rotate the sum over the positions instead.
+        """
+        record = self.record
+        directions = self.output_directions
+        d_out, d_in = record.block.shape
+        num_gradients = record.num_columns * record.num_positions
+        are_few = self.frame_per_example and 2 * num_gradients < d_out
+        if are_few and isinstance(directions, ThinBasis):
+            return partial(_few_gradients, directions=directions)
+        are_axes = isinstance(directions, Axes) and isinstance(self.input_directions, Axes)
+        if record.num_positions > d_in or are_axes:
+            return None
+        return partial(_coordinates_of_columns, directions=directions)
 
-def _rotation_of_gradients(
-    record: BlockRecord, output_directions: Directions, input_directions: Directions, is_apart: bool
-) -> Callable[[Tensor], Tensor] | None:
-    """Choose how to rotate the output gradients of each position.
-
-    The result is None if it takes less time to rotate the sum over the positions instead.
-    """
-    d_out, d_in = record.block.shape
-    num_gradients = record.num_columns * record.num_positions
-    if is_apart and isinstance(output_directions, ThinBasis) and 2 * num_gradients < d_out:
-        return partial(_few_gradients, directions=output_directions)
-    are_axes = isinstance(output_directions, Axes) and isinstance(input_directions, Axes)
-    if record.num_positions > d_in or are_axes:
-        return None
-    return partial(_coordinates_of_columns, directions=output_directions)
-
-
-def _activations_along(
-    record: BlockRecord, x: Tensor, directions: Directions, is_apart: bool
-) -> Float[Tensor, "batch positions *groups some_d_in"]:
-    """Compute the coordinates of a layer's activations along the directions."""
-    block = record.block
-    if not (is_apart and isinstance(directions, ThinBasis)):
-        return block.rule.activations_along(record.layer, block, x, directions)
-    a = block.rule.activations(record.layer, block, x)
-    if a.shape[1] < block.shape[1]:
-        return _few_coordinates(a, directions)
-    return directions.coordinates(a)
+    def _rotated_activations(self, x: Tensor) -> Float[Tensor, "batch positions *groups some_d_in"]:
+        """Compute the coordinates of a layer's activations along the directions."""
+        layer = self.record.layer
+        block = self.record.block
+        directions = self.input_directions
+        if not (self.frame_per_example and isinstance(directions, ThinBasis)):
+            return block.rule.activations_along(layer, block, x, directions)
+        a = block.rule.activations(layer, block, x)
+        if a.shape[1] < block.shape[1]:
+            return _few_coordinates(a, directions)
+        return directions.coordinates(a)
 
 
 def _few_gradients(
@@ -231,7 +242,9 @@ def joint_jacobians(
     record: BlockRecord, output_directions: Directions, input_directions: Directions
 ) -> Iterator[Rotated]:
     """Yield a block's Jacobian in its eigenbasis, all examples joined: `[1, b·K, d_out, d_in]`."""
-    slices = list(rotated_jacobians(record, output_directions, input_directions, apart=False))
+    slices = list(
+        rotated_jacobians(record, output_directions, input_directions, frame_per_example=False)
+    )
     looked_up = [rotated.columns for rotated in slices if rotated.columns is not None]
     columns = torch.cat(looked_up).unique() if looked_up else None
     if columns is not None:
