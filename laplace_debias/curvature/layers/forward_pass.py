@@ -180,7 +180,7 @@ class ForwardPass:
             A record for each block, from the last site to the first.
         """
         differentiated = self.outputs if tensor is None else tensor
-        records = self._records(differentiated, columns, keep_graph, skipped)
+        records = self._records(self._gradients(differentiated, columns, keep_graph, skipped))
         if not keep_graph:
             # From here on, only the records hold the inputs of layers: each is freed after its use.
             self.release()
@@ -192,15 +192,8 @@ class ForwardPass:
                 yield record if block is record.block else replace(record, block=block)
             del record
 
-    def _records(
-        self, tensor: Tensor, columns: Tensor, keep_graph: bool, skipped: Site | None
-    ) -> dict[Site, BlockRecord]:
-        """Return the record of the first block of every site that is reached."""
-        targets = self._targets.copy()
-        for layer_call in self.layer_calls:
-            if layer_call.site == skipped:
-                targets.pop(id(layer_call.z), None)
-        gradients = self._gradients(tensor, targets, columns, keep_graph)
+    def _records(self, gradients: Mapping[int, Tensor]) -> dict[Site, BlockRecord]:
+        """Return the record of the first block of every site that the gradients reach."""
         reached_calls: dict[Site, list[LayerCall]] = defaultdict(list)
         for layer_call in self.layer_calls:
             if id(layer_call.z) in gradients:
@@ -217,7 +210,7 @@ class ForwardPass:
                 records[site] = BlockRecord(first_block, layer, replayed=replayed)
         return records
 
-    def _replayed_calls(self, site: Site, gradients: dict[int, Tensor]) -> ReplayedCalls | None:
+    def _replayed_calls(self, site: Site, gradients: Mapping[int, Tensor]) -> ReplayedCalls | None:
         """Return the module calls at a site with the gradients at their outputs, or None.
 
         A call is left out if the outputs of the network do not depend on it.
@@ -235,9 +228,9 @@ class ForwardPass:
         return ReplayedCalls(self.sites.network, pairs, names, self.num_examples)
 
     def _gradients(
-        self, tensor: Tensor, targets: dict[int, LayerOutput], columns: Tensor, keep_graph: bool
+        self, tensor: Tensor, columns: Tensor, keep_graph: bool, skipped: Site | None
     ) -> dict[int, Float[Tensor, "columns batch *outputs"]]:
-        """Compute the gradients at the targets on which the tensor depends, by the target's `id`.
+        """Compute the gradients at the layers' outputs on which a tensor depends, by their `id`.
 
         Small gradients are computed faster if all cotangents are pushed back together. Large
         gradients do not fit in the processor's cache, so convolutions are faster for one cotangent
@@ -245,10 +238,14 @@ class ForwardPass:
 
         Args:
             tensor: The tensor that is differentiated, in general the outputs of the network.
-            targets: The outputs of layers, by their `id`.
             columns: The cotangents, `[K, *tensor.shape]`.
             keep_graph: Whether further cotangents will follow.
+            skipped: A site at which no gradient is computed.
         """
+        targets = self._targets.copy()
+        for layer_call in self.layer_calls:
+            if layer_call.site == skipped:
+                targets.pop(id(layer_call.z), None)
         if not tensor.requires_grad or not targets:
             return {}
         edges = [z.edge for z in targets.values() if z.edge is not None]
