@@ -126,11 +126,11 @@ def test_rows_are_kept_only_within_the_memory_bound():
     row_bytes = 8 * num_parameters
     for bound, are_kept in ((4 * row_bytes, False), (100 * row_bytes, True)):
         la = laplace(model, "regression", inducing=x[:5], memory_bound=bound).fit([(x, y)])
-        inducing = la.posterior.curvature.blocks["parameters"].U.inducing
-        rows = [next(iter(blocks.values())) for _, blocks in inducing.rows()]
+        inducing_rows = la.posterior.curvature.blocks["parameters"].U.inducing_rows
+        rows = [next(iter(blocks.values())) for _, blocks in inducing_rows.parts()]
         assert sum(map(len, rows)) == 10
         assert 2 * row_bytes * max(map(len, rows)) <= bound
-        assert (inducing._rows_in_memory is not None) == are_kept
+        assert (inducing_rows.inducing.rows_in_memory() is not None) == are_kept
 
 
 @pytest.mark.parametrize("mode", ["mini", "debiased", "crossfit"])

@@ -50,10 +50,10 @@ def block_rows(
 
 
 class InducingInputs:
-    """Inducing inputs Z `[M, ...]` of a network, and products with their Jacobian J_Z `[M·C, D]`.
+    """Inducing inputs Z `[M, ...]` of a network, and the rows of their Jacobian J_Z `[M·C, D]`.
 
-    The rows of J_Z are computed again for every product, as many at a time as fit into the memory
-    bound. They are kept only if all rows fit. Several threads may use the same object.
+    The rows are computed again for every product, as many at a time as fit into the memory bound.
+    They are kept only if all rows fit. Several threads may use the same object.
 
     Args:
         network: The network, whose copies run the passes.
@@ -83,22 +83,9 @@ class InducingInputs:
         tap = Tap(shared_copy(self.network), self.blocks)
         return tap.forward(take(self.inputs, slice(0, 1)), graph=False).outputs.numel()
 
-    def num_rows(self, output: int | None = None) -> int:
-        """Count the rows of all outputs, M·C, or the rows of one output, M."""
-        num_inputs = num_examples(self.inputs)
-        return num_inputs * self.num_outputs if output is None else num_inputs
-
-    def rows(self, output: int | None = None) -> Iterator[tuple[slice, BlockRows]]:
-        """Yield the rows of J_Z part by part, with their indices.
-
-        Args:
-            output: The output whose rows are yielded; their indices are then the indices of the
-                inputs. If it is None, the rows of all outputs are yielded, input by input.
-        """
-        if self._rows_in_memory is not None:
-            for indices, rows in self._rows_in_memory:
-                yield from _rows_of_output(indices, rows, self.num_outputs, output)
-            return
+    @cached_property
+    def _max_rows(self) -> int:
+        """The maximum number of rows that are computed at a time."""
         row_bytes = _DOUBLE_BYTES * self.num_parameters
         bound = checked_memory_bound(
             self.memory_bound,
@@ -107,18 +94,17 @@ class InducingInputs:
             self.parameter.device,
         )
         # Use half of the bound, because a product also needs other rows of the same size.
-        max_rows = max(1, bound // (2 * row_bytes))
-        if max_rows < self.num_rows():
-            columns = range(self.num_outputs) if output is None else range(output, output + 1)
-            yield from self._computed_rows(max_rows, columns)
-            return
-        self._rows_in_memory = list(self._computed_rows(max_rows, range(self.num_outputs)))
-        yield from self.rows(output)
+        return max(1, bound // (2 * row_bytes))
 
-    def _computed_rows(
-        self, max_rows: int, output_columns: range
-    ) -> Iterator[tuple[slice, BlockRows]]:
-        """Compute the rows of some outputs, at most `max_rows` at a time, with their indices.
+    def rows_in_memory(self) -> list[tuple[slice, BlockRows]] | None:
+        """Return the rows of all outputs part by part, with their indices; None if too large."""
+        num_rows = num_examples(self.inputs) * self.num_outputs
+        if self._rows_in_memory is None and num_rows <= self._max_rows:
+            self._rows_in_memory = list(self.compute_rows(range(self.num_outputs)))
+        return self._rows_in_memory
+
+    def compute_rows(self, output_columns: range) -> Iterator[tuple[slice, BlockRows]]:
+        """Compute the rows of some outputs part by part, with their indices.
 
         The index of the row of output c of input m is m times the number of these outputs, plus c.
         """
@@ -126,8 +112,8 @@ class InducingInputs:
         num_columns = len(output_columns)
         # If the rows of one input are too many, there is one input at a time, and its columns are
         # split. The rows of each part are therefore consecutive.
-        inputs_at_once = max(1, max_rows // num_columns)
-        columns_at_once = min(max_rows, num_columns)
+        inputs_at_once = max(1, self._max_rows // num_columns)
+        columns_at_once = min(self._max_rows, num_columns)
         tap = Tap(shared_copy(self.network), self.blocks)
         for first_input in range(0, size, inputs_at_once):
             stop = min(first_input + inputs_at_once, size)
@@ -144,22 +130,6 @@ class InducingInputs:
                 start = first_input * num_columns + first_column
                 yield slice(start, start + len(outputs) * len(columns)), rows
 
-    def kernel(
-        self, rows: BlockRows, output: int | None = None
-    ) -> Float[Tensor, "rows inducing_rows"]:
-        """Compute J J_Zᵀ for rows of another Jacobian J; `output` selects one output's rows."""
-        first = next(iter(rows.values()))
-        products = first.new_zeros(len(first), self.num_rows(output))
-        for indices, inducing_rows in self.rows(output):
-            for block, block_columns in inducing_rows.items():
-                if block in rows:
-                    products[:, indices] += rows[block] @ block_columns.T
-        return products
-
-    def own_kernel(self, output: int | None = None) -> Float[Tensor, "inducing_rows inducing_rows"]:
-        """Compute J_Z J_Zᵀ; if `output` is passed, only the rows of this output are used."""
-        return torch.cat([self.kernel(rows, output) for _, rows in self.rows(output)])
-
 
 def _unit_cotangents(
     outputs: Float[Tensor, "batch *outputs"], columns: range
@@ -170,22 +140,67 @@ def _unit_cotangents(
     return units.unflatten(2, outputs.shape[1:])
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class InducingRows:
+    """Rows of the Jacobian J_Z at inducing inputs, of all outputs or of one output.
+
+    Attributes:
+        inducing: Z.
+        output: The output whose rows these are, one row per input. None means the rows of all
+            outputs, input by input.
+    """
+
+    inducing: InducingInputs
+    output: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows, M·C for all outputs or M for one output."""
+        num_inputs = num_examples(self.inducing.inputs)
+        return num_inputs * self.inducing.num_outputs if self.output is None else num_inputs
+
+    def parts(self) -> Iterator[tuple[slice, BlockRows]]:
+        """Yield the rows part by part, with their indices."""
+        output = self.output
+        num_outputs = self.inducing.num_outputs
+        rows_in_memory = self.inducing.rows_in_memory()
+        if rows_in_memory is None:
+            columns = range(num_outputs) if output is None else range(output, output + 1)
+            yield from self.inducing.compute_rows(columns)
+        elif output is None:
+            yield from rows_in_memory
+        else:
+            yield from _rows_of_output(rows_in_memory, num_outputs, output)
+
+    def kernel(self, rows: BlockRows) -> Float[Tensor, "rows inducing_rows"]:
+        """Compute the products J J_Zᵀ with the rows of another Jacobian J."""
+        first = next(iter(rows.values()))
+        products = first.new_zeros(len(first), self.num_rows)
+        for indices, inducing_rows in self.parts():
+            for block, block_columns in inducing_rows.items():
+                if block in rows:
+                    products[:, indices] += rows[block] @ block_columns.T
+        return products
+
+    def own_kernel(self) -> Float[Tensor, "inducing_rows inducing_rows"]:
+        """Compute J_Z J_Zᵀ."""
+        return torch.cat([self.kernel(rows) for _, rows in self.parts()])
+
+
 def _rows_of_output(
-    indices: slice, rows: BlockRows, num_outputs: int, output: int | None
+    rows_in_memory: Iterable[tuple[slice, BlockRows]], num_outputs: int, output: int
 ) -> Iterator[tuple[slice, BlockRows]]:
     """Yield the rows of one output and the indices of their inputs.
 
     The rows of all outputs are sorted by input, so every `num_outputs`-th row is of this output.
     """
-    if output is None:
-        yield indices, rows
-        return
-    first = (output - indices.start) % num_outputs
-    start = (indices.start + first) // num_outputs
-    output_rows = {block: values[first::num_outputs] for block, values in rows.items()}
-    num_inputs = len(range(indices.start + first, indices.stop, num_outputs))
-    if num_inputs:
-        yield slice(start, start + num_inputs), output_rows
+    for indices, rows in rows_in_memory:
+        first = (output - indices.start) % num_outputs
+        start = (indices.start + first) // num_outputs
+        output_rows = {block: values[first::num_outputs] for block, values in rows.items()}
+        num_inputs = len(range(indices.start + first, indices.stop, num_outputs))
+        if num_inputs:
+            yield slice(start, start + num_inputs), output_rows
 
 
 @dataclass(eq=False, repr=False)
@@ -195,15 +210,17 @@ class InducingDirections(LinearOperator):
     Only Z and W are kept.
 
     Args:
-        inducing: Z.
+        inducing_rows: The rows of J_Z that span the directions.
         coefficients: W, in double precision.
-        output: The output whose rows of J_Z span the directions. None means the rows of all
-            outputs.
     """
 
-    inducing: InducingInputs
+    inducing_rows: InducingRows
     coefficients: Float[Tensor, "inducing_rows k"]
-    output: int | None = None
+
+    @property
+    def inducing(self) -> InducingInputs:
+        """Z."""
+        return self.inducing_rows.inducing
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -227,14 +244,14 @@ class InducingDirections(LinearOperator):
 
     def coordinates(self, rows: BlockRows) -> Float[Tensor, "rows k"]:
         """Compute J U in double precision for rows of a Jacobian J."""
-        return self.inducing.kernel(rows, self.output) @ self.coefficients
+        return self.inducing_rows.kernel(rows) @ self.coefficients
 
     def _matmat(self, matrix: Tensor) -> Tensor:
         weights = self.coefficients @ matrix.double()
         sums = {
             block: weights.new_zeros(block.size, matrix.shape[1]) for block in self.inducing.blocks
         }
-        for indices, rows in self.inducing.rows(self.output):
+        for indices, rows in self.inducing_rows.parts():
             for block, block_columns in rows.items():
                 sums[block] = sums[block] + block_columns.T @ weights[indices]
         return torch.cat(list(sums.values())).to(matrix)

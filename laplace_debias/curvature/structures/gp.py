@@ -16,6 +16,7 @@ from laplace_debias.curvature.fits.dense import DENSE_BLOCK, compute_on_first, c
 from laplace_debias.curvature.fits.inducing import (
     InducingDirections,
     InducingInputs,
+    InducingRows,
     ProjectedCurvature,
     ProjectedMoments,
     all_inputs,
@@ -53,9 +54,9 @@ from laplace_debias.system.memory import ROOM
 _DOUBLE_BYTES = 8
 # The number of examples among which each inducing input is chosen.
 _CANDIDATES = 4
-# A function that fits one output, given the context of its fit and its index. The index is None if
-# all outputs are fitted together.
-FitOutput = Callable[[FitContext, int | None], tuple[LowRankPlusDiagonal, DataTotals]]
+# A function that fits one output, or all outputs together, given the context of the fit and the
+# Jacobian rows at the inducing inputs.
+FitOutput = Callable[[FitContext, InducingRows], tuple[LowRankPlusDiagonal, DataTotals]]
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,10 @@ class GpCurvature(DenseCurvature):
         inducing = self._inducing_inputs(context, self._inputs(context, directions))
 
         def fit_output(
-            context: FitContext, output: int | None
+            context: FitContext, rows: InducingRows
         ) -> tuple[LowRankPlusDiagonal, DataTotals]:
-            """Fit the posterior of one output, or of all outputs together if it is None."""
-            basis = _basis(context, inducing, output)
+            """Fit the posterior of one output, or of all outputs together."""
+            basis = _basis(context, rows)
             accumulator = ProjectedMoments(context, basis)
             totals = accumulate(accumulator, directions)
             projected = ProjectedCurvature.mean([accumulator], totals.weight)
@@ -155,10 +156,10 @@ class GpCurvature(DenseCurvature):
         inducing = self._inducing_inputs(context, inputs)
 
         def fit_output(
-            context: FitContext, output: int | None
+            context: FitContext, rows: InducingRows
         ) -> tuple[LowRankPlusDiagonal, DataTotals]:
-            """Fit the posterior of one output, or of all outputs together if it is None."""
-            basis = _basis(context, inducing, output)
+            """Fit the posterior of one output, or of all outputs together."""
+            basis = _basis(context, rows)
             sums_by_fold = []
             totals = DataTotals()
             for fold in folds:
@@ -168,8 +169,8 @@ class GpCurvature(DenseCurvature):
             projected = ProjectedCurvature.mean(sums_by_fold, totals.weight)
             # The rows R of each fold are replaced by fewer rows with the same RᵀR, and therefore
             # the same eigenvectors.
-            rows = [root_rows(accumulator.sums) for accumulator in sums_by_fold]
-            values, Q = crossfit_rows(rows, totals.weight, None, context.dtype)
+            roots = [root_rows(accumulator.sums) for accumulator in sums_by_fold]
+            values, Q = crossfit_rows(roots, totals.weight, None, context.dtype)
             U = replace(basis, coefficients=basis.coefficients @ Q)
             return _assemble(context, projected, values, U), totals
 
@@ -192,13 +193,13 @@ class GpCurvature(DenseCurvature):
         inducing = self._inducing_inputs(context, first.U.inducing.inputs)
 
         def fit_output(
-            context: FitContext, output: int | None
+            context: FitContext, rows: InducingRows
         ) -> tuple[LowRankPlusDiagonal, DataTotals]:
-            """Fit the posterior of one output, or of all outputs together if it is None."""
-            earlier = information.curvature.blocks[_block_name(output)]
+            """Fit the posterior of one output, or of all outputs together."""
+            earlier = information.curvature.blocks[_block_name(rows.output)]
             assert isinstance(earlier, LowRankPlusDiagonal)
             assert isinstance(earlier.U, InducingDirections)
-            U = replace(earlier.U, inducing=inducing)
+            U = replace(earlier.U, inducing_rows=rows)
             accumulator = ProjectedMoments(context, U)
             totals = accumulate(accumulator, data)
             counts = ExampleCounts.for_update(information, num_data, totals)
@@ -217,12 +218,13 @@ class GpCurvature(DenseCurvature):
     ) -> CurvatureFit:
         """Fit the block of all outputs together, or one block for each output."""
         if not self.independent_outputs:
-            block, totals = fit_output(context, None)
+            block, totals = fit_output(context, InducingRows(inducing))
             return CurvatureFit(BlockDiagonal({_block_name(None): block}), totals)
         blocks = {}
         num_outputs = inducing.num_outputs
         for output in range(num_outputs):
-            block, totals = fit_output(context.for_output(output, num_outputs), output)
+            output_context = context.for_output(output, num_outputs)
+            block, totals = fit_output(output_context, InducingRows(inducing, output))
             blocks[_block_name(output)] = block
         return CurvatureFit(BlockDiagonal(blocks), totals)
 
@@ -259,7 +261,7 @@ class GpCurvature(DenseCurvature):
         assert isinstance(size, int)
 
         def choose() -> tuple[Tensor]:
-            kernel = self._inducing_inputs(context, candidates).own_kernel()
+            kernel = InducingRows(self._inducing_inputs(context, candidates)).own_kernel()
             num_outputs = len(kernel) // num_examples(candidates)
             return (leading_examples(kernel, size, num_outputs),)
 
@@ -352,7 +354,7 @@ class GpCurvature(DenseCurvature):
             "remainder": block.diagonal,
         }
         # All outputs have the same inducing inputs, so only the first output's block saves them.
-        if block.U.output in (None, 0):
+        if block.U.inducing_rows.output in (None, 0):
             inputs = block.U.inducing.inputs
             assert isinstance(inputs, Tensor)
             tensors["inputs"] = inputs
@@ -376,7 +378,8 @@ class GpCurvature(DenseCurvature):
             outputs = list(range(len(tensors)))
         restored: dict[str, CurvatureBlock] = {}
         for output, block_tensors in zip(outputs, tensors, strict=True):
-            U = InducingDirections(inducing, block_tensors["coefficients"], output)
+            rows = InducingRows(inducing, output)
+            U = InducingDirections(rows, block_tensors["coefficients"])
             restored[_block_name(output)] = LowRankPlusDiagonal(
                 U, block_tensors["magnitudes"], block_tensors["remainder"]
             )
@@ -394,14 +397,14 @@ def _block_name(output: int | None) -> str:
     return DENSE_BLOCK if output is None else f"output {output}"
 
 
-def _basis(context: FitContext, inducing: InducingInputs, output: int | None) -> InducingDirections:
+def _basis(context: FitContext, rows: InducingRows) -> InducingDirections:
     """Compute an orthonormal basis of the span."""
 
     def compute_coefficients() -> tuple[Tensor]:
-        return (independent_rows(inducing.own_kernel(output), context.dtype),)
+        return (independent_rows(rows.own_kernel(), context.dtype),)
 
     (coefficients,) = compute_on_first(context.ranks, compute_coefficients)
-    return InducingDirections(inducing, coefficients, output)
+    return InducingDirections(rows, coefficients)
 
 
 def _projected(curvature: LowRankPlusDiagonal) -> ProjectedCurvature:

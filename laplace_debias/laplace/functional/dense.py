@@ -190,8 +190,9 @@ class IndependentAccumulator(KernelAccumulator):
         outputs = outputs.expand(into.shape[1:3])
         for block in self.posterior.curvature.blocks.values():
             directions = inducing_directions(block)
-            assert directions.output is not None
-            is_output = outputs.eq(directions.output)
+            output = directions.inducing_rows.output
+            assert output is not None
+            is_output = outputs.eq(output)
             if not is_output.any():
                 continue
             output_rows = {name: rows[is_output.flatten()] for name, rows in rows_by_block.items()}
@@ -226,7 +227,7 @@ def dense_accumulator(posterior: GaussianPosterior) -> type[DenseAccumulator] | 
     """Return the accumulator for a dense posterior, or None if the posterior has layer blocks."""
     block = next(iter(posterior.curvature.blocks.values()))
     if isinstance(block, LowRankPlusDiagonal) and isinstance(block.U, InducingDirections):
-        return KernelAccumulator if block.U.output is None else IndependentAccumulator
+        return KernelAccumulator if block.U.inducing_rows.output is None else IndependentAccumulator
     return DenseAccumulator if DENSE_BLOCK in posterior.curvature.blocks else None
 
 
