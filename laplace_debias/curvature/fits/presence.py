@@ -70,7 +70,7 @@ class Presence:
     def find_conditional_layers(self, batch: Batch, sites: Collection[Site]) -> None:
         """Find the sites of layers that some of these examples do not reach, among given sites."""
         not_reached = self._positions.sites_not_reached(batch.inputs, batch.targets)
-        self._tap.conditional |= not_reached.intersection(sites)
+        self._tap.conditional.update(not_reached.intersection(sites))
 
 
 class ChunkPresence:

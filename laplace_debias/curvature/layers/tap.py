@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +50,6 @@ class Tap:
 
     Attributes:
         differentiates_one_by_one: Whether cotangents are pushed back one at a time.
-        learns_dims: Whether the dimensions of the examples are learned from the first inputs.
-        conditional: Sites that at least one pass has not called.
     """
 
     def __init__(self, network: nn.Module, blocks: Iterable[Block] = ()) -> None:
@@ -61,37 +59,39 @@ class Tap:
             rule = layer_rule(module)
             self.differentiates_one_by_one |= rule.differentiates_one_by_one(module)
             rule.prepare(module)
-        self.conditional: set[Site] = set()
         # `prepare` may have added modules.
         self._modules = list(network.modules())
         self._saved_attributes: SavedAttributes | None = None
-        self._recorder: CallRecorder | None = None
-        self._dims = ExampleDims()
-        self.learns_dims = False
-        self._attached: Iterable[Block] = ()
-        self._sites = TappedSites.from_blocks(network, ())
-        self.attach(blocks)
+        # The sites change when the tap is attached to other blocks. What passes have learned about
+        # calls remains valid as long as the sites are the same.
+        self._blocks = blocks
+        self._sites = TappedSites.from_blocks(network, blocks)
+        self._calls = _LearnedCalls.at_sites(self._sites)
 
     @property
     def layers(self) -> Mapping[Site, nn.Module]:
         """The module at each site."""
         return self._sites.layers
 
+    @property
+    def learns_dims(self) -> bool:
+        """Whether the dimensions of the examples are learned from the first inputs."""
+        return self._calls.learns_dims
+
+    @property
+    def conditional(self) -> set[Site]:
+        """Sites that at least one pass has not called; callers may add further sites."""
+        return self._calls.conditional
+
     def attach(self, blocks: Iterable[Block]) -> "Tap":
         """Attach to the sites of blocks: layers, or modules whose calls are run again."""
-        if blocks is self._attached:
+        if blocks is self._blocks:
             return self
-        self._attached = blocks
+        self._blocks = blocks
         earlier_names = self._sites.names
         self._sites = TappedSites.from_blocks(self.network, blocks)
-        # If the sites are the same, the dimensions of the examples are still known.
         if self._sites.names != earlier_names:
-            paths = self._sites.replayed_paths
-            self._recorder = CallRecorder(self.network, paths) if paths else None
-            self._dims = ExampleDims()
-            self.conditional = set()
-            has_embeddings = any(layer_rule(layer).is_one_hot for layer in self.layers.values())
-            self.learns_dims = has_embeddings or bool(paths)
+            self._calls = _LearnedCalls.at_sites(self._sites)
         return self
 
     def save_attributes(self) -> None:
@@ -110,7 +110,7 @@ class Tap:
             graph: Whether to record the graph. Without a graph, no cotangents can be pushed back.
             strict: Whether to raise the first fault of the pass, if there is any.
         """
-        if self.learns_dims and not self._dims.is_known:
+        if self.learns_dims and not self._calls.dims.is_known:
             self._learn(x)
         recording = self._run(x, graph)
         if not recording.has_clear_dims:
@@ -126,12 +126,13 @@ class Tap:
     def _run(self, x: Inputs, graph: bool) -> "_Recording":
         """Run the network once with hooks on all sites, and restore the attributes it changes."""
         size = num_examples(x)
+        recorder = self._calls.recorder
         saved_attributes = self._saved_attributes or SavedAttributes(self._modules)
         handles: list[RemovableHandle] = []
         module_calls: RecordedCalls = {}
-        if self._recorder is not None:
-            handles, module_calls = self._recorder.hook(size)
-        layer_recorder = LayerRecorder(self._dims, size, graph)
+        if recorder is not None:
+            handles, module_calls = recorder.hook(size)
+        layer_recorder = LayerRecorder(self._calls.dims, size, graph)
         for path, layer in self._sites.hooked_layers:
             handles += layer_recorder.hook(path, layer)
         layer_calls = layer_recorder.layer_calls
@@ -146,10 +147,10 @@ class Tap:
                 handle.remove()
             saved_attributes.restore()
         complete_calls: list[ModuleCall] = []
-        if self._recorder is not None:
-            if "" in self._recorder.paths and not outputs.requires_grad:
+        if recorder is not None:
+            if "" in recorder.paths and not outputs.requires_grad:
                 outputs = outputs.detach().requires_grad_()
-            complete_calls = self._recorder.complete(module_calls, x, outputs)
+            complete_calls = recorder.complete(module_calls, x, outputs)
         for layer_call in layer_calls:
             _check_wide(layer_call.layer, layer_call.z.dtype)
         forward_pass = ForwardPass(
@@ -167,9 +168,10 @@ class Tap:
         """Collect the faults at the sites of a forward pass."""
         size = recording.forward_pass.num_examples
         faults: dict[Site, Exception] = {}
-        for path in self._dims.uncopied:
+        uncopied = self._calls.dims.uncopied
+        for path in uncopied:
             faults[Site((path,))] = NotImplementedError(
-                f"The layers with the parameters {sorted(self._dims.uncopied)} perform "
+                f"The layers with the parameters {sorted(uncopied)} perform "
                 "one lookup for the whole batch, instead of one lookup per example. Pass "
                 "separate indices for each example, of shape [batch, positions], or "
                 "exclude these parameters with `params=`."
@@ -237,27 +239,29 @@ class Tap:
         # The two copies of an example are neighbours, because some models need sequences sorted by
         # length.
         doubled_x = take(x, torch.arange(num_examples(x)).repeat_interleave(2))
-        self._dims = ExampleDims()
+        calls = self._calls
+        recorder = calls.recorder
+        calls.dims = ExampleDims()
         earlier_forms: CallForms = {}
-        if self._recorder is not None:
-            earlier_forms = self._recorder.forget_forms()
+        if recorder is not None:
+            earlier_forms = recorder.forget_forms()
         once = self._observe(x)
         doubled = self._observe(doubled_x)
-        self._dims = ExampleDims.compare(
+        calls.dims = ExampleDims.compare(
             self.network, num_examples(x), once.input_shapes, doubled.input_shapes
         )
         outputs = [(x, once.outputs), (doubled_x, doubled.outputs)]
-        if self._dims.shared and not self._takes_copies(outputs):
-            self._dims = replace(self._dims, shared=set(), uncopied=self._dims.shared)
-        if self._recorder is None:
+        if calls.dims.shared and not self._takes_copies(outputs):
+            calls.dims = replace(calls.dims, shared=set(), uncopied=calls.dims.shared)
+        if recorder is None:
             return
-        has_copies = self._recorder.learn(num_examples(x), once.module_calls, doubled.module_calls)
+        has_copies = recorder.learn(num_examples(x), once.module_calls, doubled.module_calls)
         takes_copies = True
-        if has_copies or self._dims.shared:
-            takes_copies = self._learn_with_copies(self._recorder, outputs)
-        self._recorder.add_forms(earlier_forms)
+        if has_copies or calls.dims.shared:
+            takes_copies = self._learn_with_copies(recorder, outputs)
+        recorder.add_forms(earlier_forms)
         if not takes_copies:
-            self._recorder.forget_copies()
+            recorder.forget_copies()
 
     def _learn_with_copies(
         self, recorder: CallRecorder, outputs: Sequence[tuple[Inputs, Tensor]]
@@ -299,10 +303,10 @@ class Tap:
         Batches of two sizes are run, because the number of positions may equal one of the sizes.
         The copies of the examples would then be broadcast to the positions.
         """
-        dims = self._dims
+        dims = self._calls.dims
         # With the shapes of the batch itself, it may be unclear whether to copy for these inputs,
         # and nothing would be copied.
-        self._dims = replace(dims, shapes={})
+        self._calls.dims = replace(dims, shapes={})
         try:
             # A forward pass may raise any error at a dimension that it does not expect.
             with suppress_unsupported(Exception):
@@ -313,7 +317,7 @@ class Tap:
                 return True
             return False
         finally:
-            self._dims = dims
+            self._calls.dims = dims
 
     def forward_of_last_layer(
         self, x: Inputs
@@ -354,6 +358,32 @@ class Tap:
         if not (has_same_inputs and has_same_outputs):
             return None
         return outputs, last_call.phi
+
+
+@dataclass(eq=False)
+class _LearnedCalls:
+    """What the passes of a tap have learned about the calls at its sites.
+
+    Attributes:
+        recorder: The recorder of the modules whose calls are run again, which learns the forms of
+            these calls; None if there are no such modules.
+        learns_dims: Whether the dimensions of the examples are learned from the first inputs.
+        dims: The dimensions of the examples in the inputs of layers.
+        conditional: Sites that at least one pass has not called.
+    """
+
+    recorder: CallRecorder | None
+    learns_dims: bool
+    dims: ExampleDims = field(default_factory=ExampleDims)
+    conditional: set[Site] = field(default_factory=set)
+
+    @classmethod
+    def at_sites(cls, sites: TappedSites) -> "_LearnedCalls":
+        """Begin to learn about the calls at the given sites."""
+        paths = sites.replayed_paths
+        recorder = CallRecorder(sites.network, paths) if paths else None
+        has_embeddings = any(layer_rule(layer).is_one_hot for layer in sites.layers.values())
+        return cls(recorder, learns_dims=has_embeddings or bool(paths))
 
 
 class _LastLayerCall(NamedTuple):
