@@ -85,9 +85,14 @@ class _Verdict:
         measured = {row.metric for row in measurements.rows}
         self._criteria = [metric for metric in criteria if metric in measured]
         self._recommended = measurements.recommended
-        self._rows = {
-            (row.method, row.metric, row.set_name, row.score): row for row in measurements.rows
-        }
+        # Metrics by their names, for each method and set; only OOD sets have an AUROC per score.
+        self._metrics: dict[tuple[str, str], dict[str, MetricRow]] = {}
+        self._aurocs: dict[tuple[str, str, str], MetricRow] = {}
+        for row in measurements.rows:
+            if row.score is None:
+                self._metrics.setdefault((row.method, row.set_name), {})[row.metric] = row
+            elif row.metric == "auroc":
+                self._aurocs[row.method, row.set_name, row.score] = row
         self._differences = {
             (row.method, row.reference, row.metric, row.set_name, row.score): row
             for row in measurements.differences
@@ -95,27 +100,9 @@ class _Verdict:
 
     # ------------------------------------------------------------------------- the metrics
 
-    def _find_metric(
-        self,
-        metric: str,
-        method: str | None = None,
-        set_name: str = "test",
-        score: str | None = None,
-    ) -> MetricRow | None:
-        """Return a metric of a method (by default, of the network), or None if it is missing."""
-        return self._rows.get((method or self._network, metric, set_name, score))
-
-    def _metric(
-        self,
-        metric: str,
-        method: str | None = None,
-        set_name: str = "test",
-        score: str | None = None,
-    ) -> MetricRow:
-        """Return a metric that was measured; see `_find_metric`."""
-        row = self._find_metric(metric, method, set_name, score)
-        assert row is not None
-        return row
+    def _metrics_of(self, method: str, set_name: str = "test") -> Mapping[str, MetricRow]:
+        """Return the metrics that were measured of a method on a set, by their names."""
+        return self._metrics.get((method, set_name), {})
 
     def _difference(
         self,
@@ -156,11 +143,8 @@ class _Verdict:
 
     def _sign(self, difference: DifferenceRow) -> int:
         """Return the sign of a difference, or 0 if it is not significant or too small to matter."""
-        reference_metrics = {
-            metric: row.value
-            for (method, metric, set_name, _), row in self._rows.items()
-            if method == difference.reference and set_name == difference.set_name
-        }
+        reference_rows = self._metrics_of(difference.reference, difference.set_name)
+        reference_metrics = {metric: row.value for metric, row in reference_rows.items()}
         if not matters(difference.metric, difference.value, reference_metrics):
             return 0
         return difference.sign()
@@ -210,7 +194,8 @@ class _Verdict:
             yield f"its accuracy on {inputs} is {accuracy:.3f}, near chance"
         elif gap.lower > _MOST_OVERCONFIDENCE:
             yield f"on {inputs} it is over-confident by {points(gap.value)} points"
-        for row, examples in ((rows["nll"], inputs), (self._metric("nll"), "the test set")):
+        nll_on_test = self._metrics_of(self._network)["nll"]
+        for row, examples in ((rows["nll"], inputs), (nll_on_test, "the test set")):
             if row.lower > training.uniform_nll:
                 yield (
                     f"its NLL on {examples} is {brief(row.value)} nats, worse than the "
@@ -237,13 +222,14 @@ class _Verdict:
     def on_few_examples(self) -> str:
         """Return the network's metrics on a test set that is too small for a conclusion."""
         inputs = self._inputs(self._record.test.num_examples)
+        metrics = self._metrics_of(self._network)
         if self._has_numbers:
-            metric = f"RMSE of {brief(self._metric('rmse').value)}"
+            metric = f"RMSE of {brief(metrics['rmse'].value)}"
         else:
-            metric = f"accuracy of {100 * self._metric('accuracy').value:.1f} %"
+            metric = f"accuracy of {100 * metrics['accuracy'].value:.1f} %"
         return (
             f"The test set of {inputs} is too small for a conclusion about the uncertainty. On it, "
-            f"the network has an {metric} and an NLL of {brief(self._metric('nll').value)} nats. "
+            f"the network has an {metric} and an NLL of {brief(metrics['nll'].value)} nats. "
             f"Use at least {_FEWEST_EXAMPLES} test {self._record.input_name}s; several "
             "hundred give useful intervals."
         )
@@ -252,16 +238,17 @@ class _Verdict:
         """Describe the network's confidence and its accuracy or, for a regression, its errors."""
         num_examples = self._record.test.num_examples
         beginning = f"On {self._inputs(num_examples)} of the test set, the network has"
-        nll = f"an NLL of {_with_interval(self._metric('nll'))} nats"
+        metrics = self._metrics_of(self._network)
+        nll = f"an NLL of {_with_interval(metrics['nll'])} nats"
         if self._has_numbers:
-            rmse = _with_interval(self._metric("rmse"))
+            rmse = _with_interval(metrics["rmse"])
             sentence = f"{beginning} an RMSE of {rmse} and {nll}. {self._on_bias()}"
             clauses = [clause for clause in (self._on_width(), self._on_coverage()) if clause]
             if clauses:
                 sentence += f" Its {', and its '.join(clauses)}."
             return sentence
-        accuracy = self._metric("accuracy")
-        gap = self._metric("overconfidence")
+        accuracy = metrics["accuracy"]
+        gap = metrics["overconfidence"]
         return (
             f"{beginning} an accuracy of {100 * accuracy.value:.1f} % and a mean confidence of "
             f"{100 * (accuracy.value + gap.value):.1f} %. It is {_confidence(gap)}, and has {nll}."
@@ -269,7 +256,7 @@ class _Verdict:
 
     def _on_bias(self) -> str:
         """Return a sentence on the mean error of a regression."""
-        bias = self._metric("bias")
+        bias = self._metrics_of(self._network)["bias"]
         if not bias.sign():
             interval = f"95 % interval {brief(bias.lower)} to {brief(bias.upper)}"
             return f"Its bias, {brief(bias.value)}, is not significant ({interval})."
@@ -283,14 +270,14 @@ class _Verdict:
 
     def _on_coverage(self) -> str:
         """Describe how many targets lie in the intervals, or return "" if this was not measured."""
-        coverage = self._find_metric("coverage")
+        coverage = self._metrics_of(self._network).get("coverage")
         if coverage is None:
             return ""
         return f"95 % intervals contain {100 * coverage.value:.1f} % of the targets"
 
     def _on_width(self) -> str:
         """Describe how well the standard deviations match the errors; return "" if any is zero."""
-        scaled_error = self._find_metric("scaled_error")
+        scaled_error = self._metrics_of(self._network).get("scaled_error")
         if scaled_error is None:
             return ""
         ratio = f"{brief(scaled_error.value)} standard deviations"
@@ -341,7 +328,7 @@ class _Verdict:
             unchanged = f" (no significant change: {names})"
         confidence = ""
         if not self._has_numbers:
-            confidence = f" It is {_confidence(self._metric('overconfidence', best))}."
+            confidence = f" It is {_confidence(self._metrics_of(best)['overconfidence'])}."
         advice = (
             f"Use {self._labels[best]}. On the same {self._inputs(num_examples)}, it "
             f"lowers {_amounts(better)}{unchanged}.{confidence}"
@@ -376,8 +363,8 @@ class _Verdict:
         """Describe whether a method turns over-confidence into under-confidence, or vice versa."""
         if self._has_numbers:
             return ""
-        gap_of_network = self._metric("overconfidence")
-        gap = self._metric("overconfidence", key)
+        gap_of_network = self._metrics_of(self._network)["overconfidence"]
+        gap = self._metrics_of(key)["overconfidence"]
         if gap_of_network.sign() * gap.sign() < 0:
             return f" and is {_confidence(gap)}"
         return ""
@@ -391,14 +378,15 @@ class _Verdict:
             return []
         hardest = shifts[-1]
         metric = "scaled_error" if self._has_numbers else "overconfidence"
-        row = self._find_metric(metric, set_name=hardest.name)
-        if row is None:
+        metrics = self._metrics_of(self._network, hardest.name)
+        if metric not in metrics:
             return []
+        row = metrics[metric]
         sentence = f"On shifted inputs of severity {hardest.severity}, the network"
         if self._has_numbers:
             sentence += f"'s errors are {_with_interval(row)} times its standard deviations"
         else:
-            accuracy = 100 * self._metric("accuracy", set_name=hardest.name).value
+            accuracy = 100 * metrics["accuracy"].value
             sentence += f" has an accuracy of {accuracy:.1f} % and is {_confidence(row)}"
         if best_method is None:
             return [f"{sentence}."]
@@ -460,7 +448,7 @@ class _Verdict:
         return self._auroc(self._recommended, set_name).lower <= 0.5
 
     def _auroc(self, recommended: Recommendation, set_name: str) -> MetricRow:
-        return self._metric("auroc", recommended.method, set_name, recommended.score)
+        return self._aurocs[recommended.method, set_name, recommended.score]
 
     def _on_ood_set(self, set_name: str) -> str:
         """Describe how well one set is detected, or return "" if that was not measured."""
@@ -493,13 +481,11 @@ class _Verdict:
 
     def _reference_auroc(self, set_name: str) -> MetricRow | None:
         """Return the reference AUROC: of the network's entropy or, for numbers, of a variance."""
-        row = self._find_metric("auroc", self._network, set_name, "entropy")
-        if row is not None:
-            return row
-        for method in self._alternatives:
-            row = self._find_metric("auroc", method, set_name, "variance")
-            if row is not None:
-                return row
+        candidates = [(self._network, "entropy")]
+        candidates += [(method, "variance") for method in self._alternatives]
+        for method, score in candidates:
+            if (method, set_name, score) in self._aurocs:
+                return self._aurocs[method, set_name, score]
         return None
 
     def _on_missed_set(
