@@ -415,6 +415,52 @@ def test_a_token_of_ignored_target_counts_below_the_attention_and_not_above(shar
         )
 
 
+class Graph(nn.Module):
+    """Features of nodes, and perhaps the edges `[B, 2, E]` → logits of every node."""
+
+    edges = torch.tensor([[0, 1, 2, 3, 4, 5, 5], [1, 0, 1, 2, 0, 4, 3]])
+
+    def __init__(self):
+        super().__init__()
+        self.node = nn.Linear(3, D)
+        self.message = nn.Linear(2 * D, D)
+        self.head = nn.Linear(D, CLASSES)
+
+    def forward(self, x, edges=None):
+        edges = self.edges.expand(len(x), 2, -1) if edges is None else edges
+        h = torch.tanh(self.node(x))
+        source, target = edges.unsqueeze(-1).expand(-1, -1, -1, D).unbind(1)
+        pairs = torch.cat([h.gather(1, source), h.gather(1, target)], -1)
+        messages = torch.tanh(self.message(pairs))
+        return self.head(torch.zeros_like(h).scatter_add(1, target, messages))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("passes_edges", [False, True])
+def test_a_node_of_ignored_target_counts_below_its_neighbours_and_not_above(passes_edges, sharing):
+    """Only nodes 0 and 1 have targets; nodes 2 and 4 are their neighbours, nodes 3 and 5 are not.
+
+    Edges are not examined for padding if the inputs are a single tensor of features.
+    """
+    torch.manual_seed(0)
+    model = Graph().to(F64)
+    x = torch.randn(N, 6, 3, dtype=F64)
+    y = torch.randint(CLASSES, (N, 6))
+    y[:, 2:] = IGNORED
+    x = (x, model.edges.expand(N, 2, -1)) if passes_edges else x
+    is_counted = {
+        "node": torch.tensor([True, True, True, False, True, False]),
+        "message": (model.edges[1] < 2) | (not passes_edges),
+        "head": torch.arange(6) < 2,
+    }
+    data = [
+        (tuple(part[n : n + 1] for part in x) if passes_edges else x[n : n + 1], y[n : n + 1])
+        for n in range(N)
+    ]
+    expected = oracle_blocks(model, data, sharing, lambda layer, _: is_counted[layer])
+    assert_blocks(fitted(model, (x, y), sharing=sharing), expected)
+
+
 def test_an_example_whose_targets_are_all_ignored_is_not_in_the_mean_of_the_inputs():
     model = build("by token")
     data = examples("by token")
