@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,28 @@ _MOST_SIZES = 64
 Value = TypeVar("Value")
 
 
+@dataclass(frozen=True, eq=False)
+class _CachedValues:
+    """Values that were computed from a posterior, and are valid as long as it is unchanged.
+
+    Attributes:
+        posterior: The posterior.
+        tensors: The posterior's tensors. As long as they are kept, no new tensor can reuse one of
+            their ids.
+        ids_and_versions: The ids of these tensors, and how often each was changed in place.
+        values: The values by their keys.
+    """
+
+    posterior: GaussianPosterior
+    tensors: list[Tensor]
+    ids_and_versions: list[int | None]
+    values: dict[Hashable, Any] = field(default_factory=dict)
+
+    def is_of(self, posterior: GaussianPosterior, ids_and_versions: list[int | None]) -> bool:
+        """Whether the values belong to a posterior with these tensors."""
+        return posterior is self.posterior and ids_and_versions == self.ids_and_versions
+
+
 class PreparedModel:
     """A working copy of a model, used by one prediction at a time.
 
@@ -57,10 +80,7 @@ class PreparedModel:
         self.is_new = True
         self.sizes: dict[Hashable, Any] = {}
         self._ends_in_layer = True
-        self._values: dict[Hashable, Any] = {}
-        self._posterior: GaussianPosterior | None = None
-        self._posterior_tensors: list[Tensor] = []
-        self._ids_and_versions: list[int | None] = []
+        self._cached: _CachedValues | None = None
 
     @property
     def is_reusable(self) -> bool:
@@ -93,15 +113,12 @@ class PreparedModel:
             # torch does not count the changes of tensors created in inference mode, so no value is
             # kept.
             return compute()
-        if posterior is not self._posterior or ids_and_versions != self._ids_and_versions:
-            self._values.clear()
-            self._posterior = posterior
-            # As long as these tensors are kept, no new tensor can reuse one of their ids.
-            self._posterior_tensors = tensors
-            self._ids_and_versions = ids_and_versions
-        if key not in self._values:
-            self._values[key] = compute()
-        return self._values[key]
+        cached = self._cached
+        if cached is None or not cached.is_of(posterior, ids_and_versions):
+            cached = self._cached = _CachedValues(posterior, tensors, ids_and_versions)
+        if key not in cached.values:
+            cached.values[key] = compute()
+        return cached.values[key]
 
     def forward_of_last_layer(
         self, x: Inputs
