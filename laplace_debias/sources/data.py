@@ -186,9 +186,15 @@ def find_image_folder(root: Path) -> tuple[tuple[str, ...], dict[str, list[tuple
         if unknown:
             problems.append(f"unknown classes {first_names(unknown, 4)}")
         if problems:
+            advice = ""
+            if missing:
+                advice = (
+                    " If there are no images of a class, pass loaders from a function of your own "
+                    "as --data my_pkg.data:make."
+                )
             raise ValueError(
                 f"{folder} has {' and '.join(problems)}. Use the same class folders as in "
-                f"{folders['train']}."
+                f"{folders['train']}.{advice}"
             )
     return classes, files
 

@@ -1,6 +1,6 @@
 """Images in folders, which are decoded only when they are needed."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -113,19 +113,28 @@ def _unreadable(file: Path, error: Exception) -> ValueError:
 
 
 def images_below(folder: Path) -> list[Path]:
-    """List all images in a folder and its subfolders, sorted by path."""
+    """List all images in a folder and its subfolders, sorted by path.
+
+    Hidden files and folders, such as `.ipynb_checkpoints`, are left out.
+    """
     return sorted(
         path
         for path in folder.rglob("*")
-        if path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+        if path.suffix.lower() in SUFFIXES
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
+
+
+def _input_channels(model: nn.Module) -> int | None:
+    """Return the number of channels that the first convolution takes; None without convolutions."""
+    return next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), None)
 
 
 def _is_grey(settings: SourceSettings, model: nn.Module, files: Iterable[Path]) -> bool:
     """Whether the network expects one channel, judging by its layers, mean and std, or files."""
-    first = next((m.in_channels for m in model.modules() if isinstance(m, nn.Conv2d)), None)
-    if first in (1, 3):
-        return first == 1
+    channels = _input_channels(model)
+    if channels in (1, 3):
+        return channels == 1
     counts = [len(numbers) for numbers in (settings.mean, settings.std) if numbers is not None]
     if counts:
         return 1 in counts
@@ -160,13 +169,7 @@ def view_of(
             "network was trained with normalised images, pass both.",
         )
     is_grey = _is_grey(settings, model, files)
-    counts = {len(pixels.mean), len(pixels.std)}
-    channels = 1 if is_grey else 3
-    if not counts <= {1, channels}:
-        raise ValueError(
-            f"--mean and --std have {counted(max(counts), 'number')}, but the network takes "
-            f"{counted(channels, 'channel')}. Pass one number per channel, or one for all channels."
-        )
+    _check_pixels(pixels.mean, pixels.std, 1 if is_grey else 3)
     view = View(unchanged, pixels, is_grey)
     size = settings.image_size
     if size is not None:
@@ -174,18 +177,37 @@ def view_of(
     return view, notes
 
 
+def _check_pixels(mean: Sequence[float], std: Sequence[float], channels: int) -> None:
+    """Raise an error unless there is one number per channel, or one number for all channels."""
+    counts = {len(mean), len(std)}
+    if not counts <= {1, channels}:
+        raise ValueError(
+            f"--mean and --std have {counted(max(counts), 'number')}, but the network takes "
+            f"{counted(channels, 'channel')}. Pass one number per channel, or one for all channels."
+        )
+
+
 def _timm_view(model: nn.Module, overrides: dict[str, Any]) -> View:
     """Return the view that timm uses to evaluate the network."""
     from timm.data import create_transform, resolve_data_config
     from torchvision.transforms import Compose
 
-    config = resolve_data_config(overrides, model=model)
+    is_grey = _input_channels(model) == 1
+    # timm's configuration of a network with `in_chans=1` is that of images with three channels.
+    if is_grey and not {"mean", "std"} <= set(overrides):
+        raise ValueError(
+            "The network takes images with 1 channel, for which timm has no mean and standard "
+            "deviation. Pass the numbers that it was trained with as --mean and --std."
+        )
+    channels = 1 if is_grey else 3
+    _check_pixels(overrides.get("mean", (0.0,)), overrides.get("std", (1.0,)), channels)
+    config = resolve_data_config({**overrides, "in_chans": channels}, model=model)
     # `use_prefetcher` omits the normalisation, which is done separately because the pixels are also
     # needed as bytes.
     transform: Any = create_transform(**config, is_training=False, use_prefetcher=True)
     resized = Compose(transform.transforms[:-1])
     pixels = Pixels(tuple(config["mean"]), tuple(config["std"]))
-    return View(resized, pixels, is_grey=config["input_size"][0] == 1, any_size=True)
+    return View(resized, pixels, is_grey, any_size=True)
 
 
 def _torchvision_view(name: str) -> View:

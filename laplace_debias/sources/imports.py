@@ -23,14 +23,22 @@ def check_input(value: str | Path, option: str) -> None:
     """Check that a file, a folder or an import path's module exists, without importing it.
 
     Raises:
-        ValueError: If there is no such file, folder or module.
+        ValueError: If there is no such file, folder or module, or a model is not an import path.
     """
     text = str(value)
     if option == "model" or is_import_path(text):
-        if _PATH.fullmatch(text) is not None:
-            _check_module(text.partition(":")[0].partition(".")[0], text, option)
+        _check_form(text, option)
+        _check_module(text.partition(":")[0].partition(".")[0], text, option)
     elif not Path(text).exists():
         raise ValueError(f"The path {text} of --{option} does not exist. Check the path.")
+
+
+def _check_form(path: str, option: str) -> None:
+    if _PATH.fullmatch(path) is None:
+        raise ValueError(
+            f"{option} is {path!r}. Pass an import path module:attribute, for example "
+            "my_pkg.models:build."
+        )
 
 
 def _check_module(name: str, path: str, option: str) -> None:
@@ -61,11 +69,7 @@ def _no_module(path: str, option: str, module: str) -> str:
 
 def import_object(path: str, option: str) -> Any:
     """Import the object at `module:attribute`, possibly from the working directory."""
-    if _PATH.fullmatch(path) is None:
-        raise ValueError(
-            f"{option} is {path!r}. Pass an import path module:attribute, for example "
-            "my_pkg.models:build."
-        )
+    _check_form(path, option)
     module_name, _, attributes = path.partition(":")
     _make_working_directory_importable()
     try:
@@ -107,6 +111,9 @@ def call_function(path: str, function: Any, arguments: Mapping[str, Any], option
 
 
 def describe_error(error: BaseException) -> str:
-    """Describe an error in one line, by its type and the beginning of its message."""
-    text = " ".join(str(error).split())
+    """Describe an error in one line, by its type and the beginning of its message.
+
+    The message is part of a longer sentence, so its full stop is removed.
+    """
+    text = " ".join(str(error).split()).rstrip(".")
     return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"

@@ -42,6 +42,7 @@ ANSWERED = [
     ),
     (["fit", "--output=p"], 2, "No network was specified"),
     (["fit", "--output=p", "--model=m:b"], 2, "no module m"),
+    (["fit", "--output=p", "--model=folder"], 2, "model is 'folder'. Pass an import path"),
     (["fit", "--output=p", "--model=mine:b", "--data=d.npz"], 2, "d.npz of --data"),
     (
         ["fit", "--output=p", "--model=mine:b", "--checkpoint=c"],

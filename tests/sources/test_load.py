@@ -253,6 +253,43 @@ def test_timm_networks_see_images_as_timm_shows_them(images):
         torch.testing.assert_close(loaded.model(x[:2]), model.eval()(x[:2]))
     small, _ = every(load_on_cpu(**options, image_size=32, mean=(0.1, 0.2, 0.3)).test)
     assert small.shape[2:] == (32, 32)
+    with pytest.raises(ValueError, match="have 2 numbers, but the network takes 3 channels"):
+        load_on_cpu(**options, mean=(0.1, 0.2))
+
+
+def test_grey_timm_networks_take_the_mean_and_std_of_the_settings(images):
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("test_resnet", num_classes=3, in_chans=1)
+    save_file(model.state_dict(), images / "net.safetensors")
+    options = {
+        "timm": "test_resnet",
+        "model_args": {"in_chans": 1},
+        "data": images,
+        "checkpoint": images / "net.safetensors",
+    }
+    loaded = load_on_cpu(**options, image_size=16, mean=(0.5,), std=(0.25,))
+    file = sorted((images / "test").glob("*/*.png"))[4]
+    with Image.open(file) as image:
+        grey = torch.from_numpy(np.array(image.convert("L"))).double() / 255
+    x, _ = every(loaded.test)
+    assert x.shape[1:] == (1, 16, 16)
+    # The images of a class differ only by noise, so resizing keeps the mean of the pixels.
+    assert x[4].double().mean().item() == pytest.approx((grey.mean().item() - 0.5) / 0.25, abs=0.1)
+    assert every(load_on_cpu(**options, mean=(0.5,), std=(0.25,)).test)[0].shape[1] == 1
+    with pytest.raises(ValueError, match="1 channel, for which timm has no mean"):
+        load_on_cpu(**options)
+
+
+def test_hidden_folders_contain_no_images(images):
+    before, _ = every(
+        load_on_cpu(model="nets:build", data=images, ood={"same": str(images)}).ood["same"]
+    )
+    hidden = images / "test" / "eel" / ".ipynb_checkpoints"
+    hidden.mkdir()
+    Image.new("RGB", (16, 20)).save(hidden / "0-checkpoint.png")
+    loaded = load_on_cpu(model="nets:build", data=images, ood={"same": str(images)})
+    assert torch.equal(every(loaded.ood["same"])[0], before)
+    assert len(every(loaded.test)[0]) == 9
 
 
 def test_torchvision_networks(images):

@@ -55,6 +55,10 @@ WRONG = {
         "returned str. Return a torch",
     ),
     "raises": (["--model=nets:breaks", "--data=d.npz"], "raised RuntimeError: no such file on two"),
+    "full stop": (
+        ["--model=nets:breaks", "--data=d.npz"],
+        "lines. To see where, add --traceback.",
+    ),
     "asks": (["--model=nets:asks", "--data=d.npz"], "missing 1 required positional argument"),
     "arguments": ([*ROWS, "--model_args.outptus=3"], "unexpected keyword argument 'outptus'"),
     "classes": (
@@ -214,6 +218,7 @@ def _loose(root: Path) -> None:
 
 FOLDERS = {
     "class missing": (_without_class, "images/test has no class folder dog"),
+    "class without images": (_without_class, "If there are no images of a class, pass loaders"),
     "class more": (lambda r: user_files.loose_images(r / "test" / "fox"), "unknown classes fox"),
     "class empty": (_empty_class, "images/train/eel has no images"),
     "part missing": (lambda root: (root / "test").rename(root / "tset"), "no test/"),

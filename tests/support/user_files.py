@@ -40,7 +40,7 @@ def returns_text():
 
 
 def breaks():
-    raise RuntimeError("no such file\\non two lines")
+    raise RuntimeError("no such file\\non two lines.")
 
 
 def asks(for_something):
