@@ -4,7 +4,7 @@ import copy
 import itertools
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,17 @@ NO_VALIDATION_DATA = (
     "The posterior is tuned on validation data, but the run has none. Pass validation data to "
     "the trainer, or `tune=False` to the callback."
 )
+
+
+def check_only_one(callbacks: Iterable[Any], kind: type) -> None:
+    """Raise an error if a trainer has several callbacks of a kind, which would share one file."""
+    number = sum(isinstance(callback, kind) for callback in callbacks)
+    if number > 1:
+        raise ValueError(
+            f"The trainer has {number} LaplaceCallbacks, which would save their posteriors to the "
+            "same file. Pass one of them, and fit the other posteriors with Laplace after the "
+            "training."
+        )
 
 
 def copy_in_eval_mode(network: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.integrations.end_of_training import (
     NO_VALIDATION_DATA,
     PosteriorAtEnd,
+    check_only_one,
     copy_in_eval_mode,
 )
 from laplace_debias.laplace import Laplace
@@ -56,9 +57,9 @@ class LaplaceCallback(Callback):
 
     Raises:
         ValueError: When training starts, if the module has no such network, there is no validation
-            loader, there are several loaders, or a hook of the module or the data module may change
-            the batches and `batch=` is missing. Also raises the errors of `Laplace`, and those of
-            `Laplace.plan` for the first batches.
+            loader, there are several loaders, the trainer has several of these callbacks, or a hook
+            of the module or the data module may change the batches and `batch=` is missing. Also
+            raises the errors of `Laplace`, and those of `Laplace.plan` for the first batches.
         TypeError: When training starts, if a loader is an iterator.
 
     Example:
@@ -90,6 +91,7 @@ class LaplaceCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the options, the loaders and their first batches before training starts."""
+        check_only_one(trainer.callbacks, LaplaceCallback)
         if "batch" not in self._settings.options:
             _check_hooks(trainer, pl_module)
         validation_loader = _validation_loader(trainer) if self._settings.tune else None

@@ -10,6 +10,7 @@ from laplace_debias.curvature.losses.likelihoods import Categorical, Likelihood,
 from laplace_debias.integrations.end_of_training import (
     NO_VALIDATION_DATA,
     PosteriorAtEnd,
+    check_only_one,
     copy_in_eval_mode,
 )
 from laplace_debias.laplace import Laplace
@@ -56,7 +57,8 @@ class LaplaceCallback(TrainerCallback):
     Raises:
         TypeError: If `trainer` is not a `transformers.Trainer`.
         ValueError: If there is no evaluation data, or there are several sets; when training starts,
-            if the likelihood does not match the `problem_type` of the model. Also raises the errors
+            if the likelihood does not match the `problem_type` of the model, or if the trainer has
+            several of these callbacks. Also raises the errors
             of `Laplace`, and when training starts those of `Laplace.plan` for the first batches.
 
     Example:
@@ -107,6 +109,7 @@ class LaplaceCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Check the loss, the loaders and their first batches before training starts."""
+        check_only_one(self._trainer.callback_handler.callbacks, LaplaceCallback)
         model: Any = self._trainer.model
         problem_type = getattr(getattr(model, "config", None), "problem_type", None)
         _check_problem_type(problem_type, self._settings.likelihood)

@@ -299,6 +299,15 @@ def test_lightning_refuses_before_the_training(lightning, tmp_path, unchecked):
         assert torch.equal(nn.utils.parameters_to_vector(trained.parameters()), weights)
 
 
+def test_lightning_refuses_two_callbacks_with_one_file(lightning, tmp_path, unchecked):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    callbacks = [LaplaceCallback(params="last_layer"), LaplaceCallback(curvature="diag")]
+    with pytest.raises(ValueError, match="2 LaplaceCallbacks, which would save"):
+        trainer(lightning, tmp_path, callbacks).fit(module(lightning, None), TRAIN, VALIDATION)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 class Tied(nn.Module):
     """Two layers with one weight."""
 
@@ -961,6 +970,16 @@ def test_the_trainer_callback_refuses_before_the_training(tmp_path, unchecked):
     with pytest.raises(ValueError, match="the run has none"):
         LaplaceCallback(run)
     assert run.model.training
+
+
+def test_the_trainer_refuses_two_callbacks_with_one_folder(tmp_path, unchecked):
+    run = hugging_face_trainer(tmp_path)
+    from laplace_debias.integrations.transformers import LaplaceCallback
+
+    for curvature in ("kfac", "diag"):
+        run.add_callback(LaplaceCallback(run, params="last_layer", curvature=curvature))
+    with pytest.raises(ValueError, match="2 LaplaceCallbacks, which would save"):
+        run.train()
 
 
 def untouched(run, weights):
