@@ -156,6 +156,23 @@ def test_of_equal_values_the_middle_of_the_longest_run_is_taken():
     assert "untrained or damaged" in constant.message
 
 
+def test_a_regression_with_targets_in_other_units_is_asked_to_check_them():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(80, 2, generator=generator)
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(torch.tensor([1.0, 0.5, 0.0]), model.parameters())
+    prices = 2e5 + 5e4 * model(x).detach() + 1e4 * torch.randn(80, 1, generator=generator)
+    tuning = (
+        Laplace(model.eval(), "regression", sigma=1.0)
+        .fit([(x, prices)])
+        .tune([(x, prices)], sigma=True)
+    )
+    assert tuning.all_alike
+    assert "that its outputs have the units of the targets" in tuning.message
+    assert "accuracy" not in tuning.message
+
+
 def test_points_that_are_nan_are_passed_over():
     tuning, _, _ = shaped(lambda power: math.nan if power < 0 else 1 + 0.1 * (power - 1) ** 2)
     assert tuning.prior_precision == pytest.approx(10, rel=0.1)

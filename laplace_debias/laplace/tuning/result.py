@@ -189,11 +189,16 @@ class Tuning:
             return f"All other prior precisions tried are worse by more than {margin}."
         values = f"from {low:.3g} to {high:.3g} score about as well (worse by at most {margin})"
         if self.all_alike:
+            check = "Check its accuracy first."
+            if self.sigma is not None:
+                check = (
+                    "Check its errors first, and that its outputs have the units of the targets."
+                )
             return (
                 f"All prior precisions {values}, so the choice hardly matters. There are three "
                 "possible reasons: the training data determine the parameters of the posterior so "
                 "well that the prior has little effect, the validation examples are too few, or "
-                "the network is untrained or damaged. Check its accuracy first."
+                f"the network is untrained or damaged. {check}"
             )
         sentence = f"Prior precisions {values}."
         if high == max(row["prior_precision"] for row in self.table):
