@@ -381,6 +381,28 @@ class EachGraph(FirstGraph):
 EDGES = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 5, 3, 1]])
 
 
+class MeanToLargestLength(nn.Module):
+    """A network whose mask has the largest length of the batch, as in torchaudio's Conformer."""
+
+    def __init__(self):
+        super().__init__()
+        self.features = nn.Linear(4, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x, lengths):
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        h = torch.tanh(self.features(x)) * mask.unsqueeze(-1)
+        return self.head(h.sum(1) / lengths[:, None])
+
+
+def test_a_mask_of_the_largest_length_in_the_batch_is_refused_with_the_remedy():
+    x = (torch.randn(4, 6, 4), torch.tensor([4, 5, 6, 3]))
+    model = MeanToLargestLength()
+    model(*x)
+    with pytest.raises(ValueError, match=r"largest length.*use the size of the padded inputs"):
+        Laplace(model).fit([(x, torch.randint(3, (4,)))])
+
+
 @pytest.mark.parametrize("params", ["all", "last_layer"])
 def test_nodes_of_a_graph_as_examples_are_refused_with_the_remedy(params):
     x, y = torch.randn(6, 4), torch.randint(3, (6,))

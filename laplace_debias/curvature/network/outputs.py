@@ -213,8 +213,9 @@ def explain_fixed_size(error: Exception, network: nn.Module, x: Inputs) -> None:
         return
     raise ValueError(
         f"The model runs for the batch of {num_examples(x)} examples, but not for one or two of "
-        f"them ({error}). Remove fixed batch sizes from its forward pass. If the examples are the "
-        "nodes of a graph, pass the graph as one example."
+        f"them ({error}). Remove fixed batch sizes from its forward pass. If it computes the "
+        "number of positions as the largest length in the batch, use the size of the padded inputs "
+        "instead. If the examples are the nodes of a graph, pass the graph as one example."
     ) from error
 
 
