@@ -79,6 +79,8 @@ def shuffled_patches(
         )
     # Pixels at the right and bottom that do not fit into the grid are not moved.
     inner = x[:, :, : _GRID * height, : _GRID * width]
+    # [batch, channels, grid rows, height, grid columns, width] becomes [batch, patches, channels,
+    # height, width], and back below.
     patches = inner.unflatten(3, (_GRID, width)).unflatten(2, (_GRID, height))
     patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
     places = []

@@ -89,6 +89,7 @@ class ConvolutionRule(LayerRule):
         dims = (patches.ndim - 2) // 2
         positions = range(2, 2 + dims)
         kernel = range(2 + dims, 2 + 2 * dims)
+        # From [B, C, o_1, …, k_1, …] to [C·k_1·…, B·o_1·…].
         columns = patches.permute(1, *kernel, 0, *positions)
         columns = columns.flatten(1 + dims).flatten(0, dims).unflatten(0, (*block.groups, -1))
         if block.is_joint:

@@ -146,6 +146,7 @@ def patch_moments(
         for (i, k), (j, m), product in products:
             A[i, j, k, m] = product
             A[k, m, i, j] = product.T
+    # From [k_h, k_w, k_h, k_w, C, C] to [C, k_h, k_w, C, k_h, k_w].
     return A.permute(4, 0, 1, 5, 2, 3).reshape(channels * rows.size * columns.size, -1)
 
 

@@ -62,6 +62,7 @@ def row_moments(
     channels = x.shape[1]
     by_channel = upper.unflatten(3, (channels, -1)).unflatten(1, (channels, -1))
     d_in = channels * layer.kernel_size[0] * layer.kernel_size[1]
+    # From [k_h, C, k_w, k_h, C, k_w] to [C, k_h, k_w, C, k_h, k_w].
     matrix = by_channel.permute(1, 0, 2, 4, 3, 5).contiguous().view(d_in, -1)
     return matrix + matrix.T
 
@@ -90,6 +91,7 @@ def _row_products(
     num_together = max(1, _NUMBERS_AT_ONCE // (num_rows * num_columns * size))
     products: Tensor | None = None
     for part in pixels.split(num_together):
+        # From [B, C, rows, columns, k_w] to [rows, C·k_w, B·columns].
         rows = part.permute(2, 1, 4, 0, 3).contiguous().view(num_rows + kernel_height - 1, size, -1)
         # The rows below each row are a view, because neighbouring rows of the image are neighbours
         # in memory.
