@@ -165,6 +165,7 @@ def first_indices_of_batches(ranks: Ranks, sizes: Sequence[int]) -> list[int]:
     sizes_by_rank = ranks.exchange(list(sizes))
     sizes_by_batch = list(itertools.zip_longest(*sizes_by_rank, fillvalue=0))
     starts = itertools.accumulate((sum(sizes) for sizes in sizes_by_batch), initial=0)
+    # Other processes may have more batches, so the loop ends with the sizes of this process.
     return [
         start + sum(batch_sizes[: ranks.rank])
         for start, batch_sizes, _ in zip(starts, sizes_by_batch, sizes, strict=False)
@@ -245,13 +246,14 @@ def has_uneven_shards(batches: Any) -> bool:
 
 
 def check_dispatched(data: Any) -> None:
-    """Require that accelerate repeats no example when it divides read examples among processes.
+    """Require that accelerate repeats no example if it divides examples after reading them.
 
-    It reads a stream, or with `dispatch_batches=True` any data, in this way. Whether it repeats
-    examples of a stream is known only after the stream has been read.
+    accelerate divides streams in this way, and with `dispatch_batches=True` any data. To give all
+    processes equally many examples, it then repeats examples, or leaves some out if `drop_last` is
+    set. Whether the examples of a stream have to be repeated is not known before it has been read.
 
     Raises:
-        ValueError: If accelerate divides a data set in this way, or may repeat examples of a
+        ValueError: If accelerate divides a data set after reading it, or may repeat examples of a
             stream.
     """
     dataset: Any = getattr(data, "dataset", None)

@@ -77,11 +77,12 @@ def split_folds(ranks: Ranks, data: Iterable[Batch], num_folds: int) -> list[lis
     if ranks.size == 1:
         # A single process joins all batches, so that each fold is one batch.
         batches = [Batch.joined(batches)]
+        first_indices = [0]
     num_before = 0
     folds = []
     for fold_index in range(num_folds):
         fold: list[Batch] = []
-        for batch, first_index in zip(batches, first_indices, strict=False):
+        for batch, first_index in zip(batches, first_indices, strict=True):
             examples = _examples_of_fold(batch, first_index, fold_index, num_folds)
             if examples.num_examples:
                 fold.append(replace(examples, first_index=num_before + examples.first_index))

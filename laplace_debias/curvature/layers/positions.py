@@ -515,7 +515,7 @@ def _padding(calls: Sequence[_RecordedCall]) -> dict[int, Bool[Tensor, "batch po
 
 
 def _broadcasts(mask: Tensor, outputs: Tensor) -> bool:
-    sizes = zip(mask.shape, outputs.shape, strict=False)
+    sizes = zip(mask.shape, outputs.shape, strict=True)
     return mask.ndim == outputs.ndim and all(size in (1, other) for size, other in sizes)
 
 

@@ -1,7 +1,6 @@
 """The base class of operators of networks, and the Jacobian."""
 
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -253,6 +252,8 @@ class NetworkOperator(LinearOperator):
         size = self._chunk_size
         if size is None:
             bytes_per_column = item.num_bytes + self._network.num_parameters * self.dtype.itemsize
+            # The linearisations that are kept may fill the memory bound, so a chunk adds only a
+            # small part of it.
             chunk_bytes = self._memory_bound // 8
             if self.device.type == "cpu":
                 chunk_bytes = CPU_CHUNK_BYTES
@@ -345,7 +346,8 @@ class Jacobian(NetworkOperator):
                 (product,) = item.linearisation.jacobian(tensors, batched=batched)
                 products[chunk, item.rows] = product.reshape(len(tangents), -1)
 
-        deque(self._map_items(push), maxlen=0)
+        for _ in self._map_items(push):
+            pass
         check_product(self, vectors, products)
         return products.T
 
@@ -369,6 +371,7 @@ class Jacobian(NetworkOperator):
                 gradients = item.linearisation.adjoint((reshaped,), batched=batched)
                 products[chunk] += self._network.join(gradients, batched)
 
-        deque(self._map_items(pull), maxlen=0)
+        for _ in self._map_items(pull):
+            pass
         check_product(self, vectors, products)
         return products.T

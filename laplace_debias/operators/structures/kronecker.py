@@ -58,8 +58,10 @@ class Kronecker(Joined):
 
 @multiply.register(Kronecker, Kronecker)
 def _(left: Kronecker, right: Kronecker) -> LinearOperator | None:
-    pairs = list(zip(left.factors, right.factors, strict=False))
-    if len(left.factors) != len(right.factors) or any(a.shape[1] != b.shape[0] for a, b in pairs):
+    if len(left.factors) != len(right.factors):
+        return None
+    pairs = list(zip(left.factors, right.factors, strict=True))
+    if any(a.shape[1] != b.shape[0] for a, b in pairs):
         return None
     return Kronecker(*(multiply(a, b) for a, b in pairs))
 
