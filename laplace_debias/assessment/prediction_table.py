@@ -102,7 +102,7 @@ def _batch_columns(
     samples: int | None,
     generator: Generator,
 ) -> dict[str, Tensor]:
-    """Compute the columns for a batch of inputs."""
+    """Compute the columns of a batch: the predictions, and the scores that need a posterior."""
     if loaded.likelihood.predicts_numbers:
         return _number_columns(la, x, method, samples, generator)
     scores: Mapping[str, Tensor] = {}
@@ -122,7 +122,7 @@ def _batch_columns(
             scores = la.uncertainty(x, method, samples, same_draws).scores
     columns = _probability_columns(probs, loaded)
     for name in POSTERIOR_SCORES:
-        if name in scores and not bool(scores[name].isnan().any()):
+        if name in scores:
             columns[name] = scores[name].flatten()
     return columns
 
