@@ -833,8 +833,9 @@ class Laplace(Predictor):
         r"""Compute the Laplace approximation of log p(D), in nats over all N examples.
 
         $-\tfrac1T\sum_n \ell_n + \log N(\theta^* \mid \mu, \delta^{-1}) + \tfrac D2\log 2\pi
-        - \tfrac12\log\det P$, including all constants. T is the temperature, and μ is the prior
-        mean. If the fit read fewer than N examples, the first term is scaled up.
+        - \tfrac12\log\det P$, including all constants. $\ell_n$ is an example's negative
+        log-likelihood, T the temperature, μ the prior mean, P the posterior precision, and D the
+        number of parameters. If the fit read fewer than N examples, the first term is scaled up.
 
         Args:
             prior_precision: The δ at which to evaluate; the result is differentiable with respect

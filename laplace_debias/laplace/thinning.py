@@ -170,7 +170,7 @@ def compress(fitted: FittedPosterior, threshold: float) -> FittedPosterior:
         name: _compress_block(block, ratios[name], threshold)
         for name, block in posterior.curvature.blocks.items()
     }
-    # The bounds remain valid, because thinning increases no magnitude.
+    # The bounds remain valid, because merged directions have the mean of their magnitudes.
     compressed = posterior.changed(
         curvature=BlockDiagonal(blocks), curvature_bounds=posterior.largest_curvatures
     )

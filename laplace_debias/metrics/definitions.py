@@ -278,7 +278,7 @@ def _average_precision_influences(
     Let A and B be the fractions of positive and negative examples at or above a threshold, and λ
     the number of negative examples per positive example. The precision is `A / (A + λB)`. A
     positive example contributes the precision at its own score. In addition, every example changes
-    A or B, and therefore the precision at all scores below its own, with the derivatives
+    A or B, and therefore the precision at all scores up to its own, with the derivatives
     `λB / (A + λB)²` and `-λA / (A + λB)²`.
     """
     ratio = len(negative) / len(positive)  # λ

@@ -66,7 +66,10 @@ def owners_of_blocks(context: FitContext) -> dict[Block, int]:
 
 
 def with_all_blocks(context: FitContext, sums: Mapping[Block, Tensor]) -> BlockTensors:
-    """Return the sums of this process for all blocks in order; missing sums are zeros."""
+    """Return the sums of this process, with zeros for blocks that only other processes have.
+
+    With several processes, the sums are in the order of the blocks, as they are on all processes.
+    """
     if context.ranks.size == 1:
         return dict(sums)
     shapes: dict[str, tuple[int, ...]] = {}

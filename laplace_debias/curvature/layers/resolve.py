@@ -151,8 +151,8 @@ def _next_paths(
 ) -> tuple[str, ...] | None:
     """Return the paths of the modules at whose calls a parameter of a block is measured next.
 
-    Without paths, it is measured at operations. None means that no further module encloses the
-    block. `own_modules` are the modules that have the parameter.
+    The result `()` means that the parameter is measured at operations, and None that no further
+    module encloses the block. `own_modules` are the modules that have the parameter.
     """
     if block.rule.is_entrywise:
         return ()

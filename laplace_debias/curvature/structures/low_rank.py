@@ -62,8 +62,9 @@ class LowRankCurvature(DenseCurvature):
     ) -> CurvatureFit:
         """Fit directions to one data set, and measure magnitudes on another or on the same.
 
-        If all Jacobian rows fit in 1 GiB, they are kept, and the eigenvectors are exact. Otherwise,
-        rows are compressed to their `4 rank` leading directions during the pass.
+        If there are at most `8 rank` Jacobian rows, or all of them fit in 1 GiB, they are kept, and
+        the eigenvectors are exact. Otherwise, rows are compressed to their `4 rank` leading
+        directions during the pass.
         """
         rank = self.num_directions
         accumulator = LeadingRows(context, rank)

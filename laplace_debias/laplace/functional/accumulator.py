@@ -68,7 +68,7 @@ class CovarianceAccumulator(ABC):
         """Add the covariances, or variances, of some outputs of each example.
 
         Args:
-            into: The sums, with one column per output, which are changed in place.
+            into: The sums `[P, B, C, C]`, or `[P, B, C]` for variances; changed in place.
             records: Each block's gradients of the outputs, from one backward pass.
             outputs: Indices of the outputs among all outputs of the model. None if the records are
                 gradients of values within the network, in which case all outputs must share one

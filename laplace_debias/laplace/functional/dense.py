@@ -90,7 +90,7 @@ class DenseAccumulator(CovarianceAccumulator):
     def _products(
         self, into: Float[Tensor, "grid batch columns *again"], records: Iterable[BlockRecord]
     ) -> tuple[Float[Tensor, "batch columns *again"], Float[Tensor, "batch columns k"]]:
-        """Compute J Jᵀ, or its diagonal, and J U in double precision; `into` has their shapes."""
+        """Compute J Jᵀ (or its diagonal), in the shape of `into[0]`, and J U, in float64."""
         gram = into.new_zeros(into.shape[1:], dtype=torch.float64)
         coordinates = gram.new_zeros(*into.shape[1:3], self._num_directions)
         for record in records:
@@ -140,7 +140,7 @@ class KernelAccumulator(DenseAccumulator):
     def _products(
         self, into: Float[Tensor, "grid batch columns *again"], records: Iterable[BlockRecord]
     ) -> tuple[Float[Tensor, "batch columns *again"], Float[Tensor, "batch columns k"]]:
-        """Compute J Jᵀ, or its diagonal, and J U in double precision; `into` has their shapes."""
+        """Compute J Jᵀ (or its diagonal), in the shape of `into[0]`, and J U, in float64."""
         gram, rows_by_block = self._rows(into, records)
         directions = inducing_directions(self.posterior.curvature.blocks[DENSE_BLOCK])
         if not rows_by_block:

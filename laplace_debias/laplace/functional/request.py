@@ -145,7 +145,8 @@ class CovarianceRequest:
         Args:
             num_outputs: The number of requested outputs of an example.
             outputs: The network's outputs.
-            free_positions: The largest number of positions at which all outputs may be requested.
+            free_positions: The largest number of positions of outputs `[B, T, C]` at which all
+                outputs may be differentiated. At more positions, outputs must be selected.
 
         Raises:
             ValueError: If an example's covariance does not fit into memory, or if it would take

@@ -283,8 +283,8 @@ def spread_of_probes(
     r"""Compute the variance of the mean over probes, and its degrees of freedom, at every point.
 
     The value for a probe is $\omega^\top g\,\omega / n$. It has the variance
-    $2\,\mathrm{tr}(g - \bar g)^2 / (n (n + 2))$ (for a direction that is uniform on the sphere)
-    and $\mathrm{tr}((g - \bar g)^2)^2 / \mathrm{tr}(g - \bar g)^4$ degrees of freedom. These
+    $2\,\mathrm{tr}[(g - \bar g)^2] / (n (n + 2))$ (for a direction that is uniform on the sphere)
+    and $\mathrm{tr}[(g - \bar g)^2]^2 / \mathrm{tr}[(g - \bar g)^4]$ degrees of freedom. These
     traces are n times the second and fourth central moments of g over the eigenvalues, which follow
     from the means of $g, g^2, g^3, g^4$.
 

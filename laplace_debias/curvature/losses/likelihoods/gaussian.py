@@ -381,7 +381,7 @@ class HeteroscedasticGaussian(Likelihood):
         warn_of_positive(log_variances, "log-variances", "`torch.cat([mean, variance.log()], -1)`")
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Require outputs `[B, 2C]` and floating-point targets `[B, C]`."""
+        """Require outputs `[B, 2C]` with log-variances in range, and real targets `[B, C]`."""
         size = outputs.shape[1]
         if size % 2:
             raise ValueError(
