@@ -148,12 +148,18 @@ def _hall_quantile(t: float, asymmetry: float) -> float:
 
 
 def area_interval(
-    value: float, standard_error: float, smallest: int, level: float
+    value: float, standard_error: float, smaller_size: int, level: float
 ) -> tuple[float, float]:
     """Compute an interval for a quantity in [0, 1] by a normal approximation of its logit.
 
     If the value is 0 or 1, the approximation fails, so Wilson's interval for a proportion of 0 or 1
-    in the smaller set is used.
+    in the smaller of the two sets is used.
+
+    Args:
+        value: The quantity, such as the area under a ROC curve.
+        standard_error: Its standard error.
+        smaller_size: The number of examples of the smaller set.
+        level: The confidence level.
 
     Reference:
         Pepe. The statistical evaluation of medical tests for classification and prediction. 2003,
@@ -161,7 +167,7 @@ def area_interval(
     """
     # Rounding errors of a long sum can make the value leave [0, 1].
     if value <= 0 or value >= 1:
-        return proportion_interval(smallest if value >= 1 else 0, smallest, level)
+        return proportion_interval(smaller_size if value >= 1 else 0, smaller_size, level)
     if math.isnan(standard_error):
         return math.nan, math.nan
     half_width = normal_quantile(level) * standard_error / (value * (1 - value))

@@ -173,8 +173,8 @@ class Area(Statistic):
         influence = by_example(self.influence, self.examples)
         influence_ood = by_example(self.influence_ood, self.examples_ood)
         error = _standard_error(influence, influence_ood)
-        smallest = min(len(influence), len(influence_ood))
-        low, high = area_interval(self.value, error, smallest, level)
+        smaller_size = min(len(influence), len(influence_ood))
+        low, high = area_interval(self.value, error, smaller_size, level)
         return Interval(self.value, low, high)
 
     def difference(self, reference: "Area", level: float) -> Interval:

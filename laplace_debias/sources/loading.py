@@ -134,7 +134,7 @@ def _ood_sets(
         if name in ood_sets:
             raise ValueError(f"Two OOD sets have the name {name}. Use different names.")
         if source == "builtin:patches":
-            _pixels_of_images(splits, shape, f"ood {name}")
+            _pixels_of_images(splits, shape, f"ood {name}")  # Reject inputs other than images.
             limit = "test_examples" if settings.ood_examples is None else "ood_examples"
             batches, _ = batches_of(splits.test, settings, limit)
             ood_sets[name] = Changed(batches, partial(shuffled_patches, seed=settings.seed)), ()

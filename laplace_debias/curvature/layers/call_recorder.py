@@ -1,5 +1,6 @@
 """A recorder of the calls of modules in a forward pass, and the forms of these calls."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -182,9 +183,7 @@ class CallRecorder:
         """
         leaves, structure = pytree.tree_flatten(output)
         is_output = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
-        call.outputs = [
-            leaf for leaf, is_tensor in zip(leaves, is_output, strict=True) if is_tensor
-        ]
+        call.outputs = list(itertools.compress(leaves, is_output))
         form = next((form for form in forms if form.fits(call, num_examples)), None)
         if form is not None:
             call.dims = form.dims
@@ -195,11 +194,11 @@ class CallRecorder:
         call.outputs = [z if z.requires_grad else z.detach().requires_grad_() for z in call.outputs]
         # The forward pass continues with copies, which it may overwrite.
         outputs = iter([z.clone() for z in call.outputs])
-        returned_outputs = [
-            next(outputs) if is_tensor else leaf
-            for leaf, is_tensor in zip(leaves, is_output, strict=True)
+        returned_leaves = [
+            next(outputs) if replaced else leaf
+            for leaf, replaced in zip(leaves, is_output, strict=True)
         ]
-        return pytree.tree_unflatten(returned_outputs, structure)
+        return pytree.tree_unflatten(returned_leaves, structure)
 
     def learn(self, num_examples: int, calls: RecordedCalls, doubled: RecordedCalls) -> bool:
         """Learn the forms of calls from a batch and from the same batch with doubled examples.

@@ -75,8 +75,12 @@ class ModuleCall:
 class ReplayedCalls:
     """The calls that read some parameters, with the gradients at their outputs.
 
-    The first dimension of the gradients indexes the columns. The gradient at an output on which
-    nothing depends is None.
+    Args:
+        network: The network.
+        calls: Each call, with a gradient `[K, *output]` for each of its outputs: one row per
+            column. The gradient at an output on which nothing depends is None.
+        names: The names of the parameters in the network.
+        num_examples: The number of examples.
     """
 
     def __init__(
@@ -235,8 +239,7 @@ def _gradients_of_example(
             )
         gradients_by_column.append(gradients)
     rows = {}
-    for (name, value), columns in zip(
-        values.items(), zip(*gradients_by_column, strict=True), strict=True
-    ):
+    gradients_by_parameter = zip(*gradients_by_column, strict=True)
+    for (name, value), columns in zip(values.items(), gradients_by_parameter, strict=True):
         rows[name] = torch.stack([torch.zeros_like(value) if g is None else g for g in columns])
     return rows

@@ -120,7 +120,7 @@ def move(
 
     Gradients flow back to the inputs only if `keeps_graph`.
     """
-    num_examples(inputs)
+    num_examples(inputs)  # Reject inputs that are not a batch.
     moved = []
     for x in tensors_of(inputs):
         if torch._C._functorch.is_functorch_wrapped_tensor(x):

@@ -230,10 +230,11 @@ def add_single_products(
 
     This calls `add_outer_products` with $w_i = \sum_j \hat a_j^2 / (\lambda_{ij} + \delta)$.
     """
+    # Along thin directions, there may be fewer coordinates than directions.
     num_rows = gradients.shape[-1]
     curvature = curvature[:num_rows, : activations.shape[-1]]
     squares = activations.square()
-    step = max(1, _WEIGHTS // len(squares.T))
+    step = max(1, _WEIGHTS // squares.shape[1])
     for point, delta in zip(into, deltas, strict=True):
         sums = [squares @ (c + delta).reciprocal_().mT for c in curvature.split(step)]
         add_outer_products(point, gradients, torch.cat(sums, 1), diagonal)
@@ -261,10 +262,10 @@ def weighted_squares(
     deltas: Float[Tensor, " grid"],
 ) -> Float[Tensor, "grid batch outputs"]:
     r"""Compute `Σ_i Ĵ_ci² / (curvature_i + δ_p)` for every δ, `[P, B, C]`."""
-    squares = rows.flatten(0, 1)
-    width = max(1, _SLICE[rows.device.type] // len(squares))
-    sums = rows.new_zeros(len(squares), len(deltas))
-    for columns, c in zip(squares.split(width, 1), curvature.split(width), strict=True):
+    flat_rows = rows.flatten(0, 1)
+    width = max(1, _SLICE[rows.device.type] // len(flat_rows))
+    sums = rows.new_zeros(len(flat_rows), len(deltas))
+    for columns, c in zip(flat_rows.split(width, 1), curvature.split(width), strict=True):
         sums.addmm_(columns.square(), (c + deltas[:, None]).reciprocal_().T)
     return sums.T.reshape(len(deltas), *rows.shape[:2])
 

@@ -91,13 +91,14 @@ def tune_on_data(
             with `sigma`, or if the metric is not finite at any prior precision.
     """
     check_held_out(loader)
-    is_per_output = isinstance(sigma, str)
+    is_per_output = False
     if isinstance(sigma, str):
         _check_per_output(sigma, loader)
+        is_per_output = True
         sigma = True
     stream = fitted.spec.stream(loader, fitted.device, generator, "tune" if progress else None)
     _check_metric(metric, fitted.likelihood)
-    link_from(link, fitted.likelihood)
+    link_from(link, fitted.likelihood)  # Reject an unknown link before the data are read.
     points = None if grid is None else _ascending(grid)
     # A grid of prior precisions applies to the current noise, so the noise is not tuned by default.
     if (points is None or sigma) and tunes_noise(fitted, sigma):
@@ -572,8 +573,10 @@ def _notes_on_lower_scores(
 ) -> Iterator[str]:
     """Explain why an alternative with a better score was not chosen, if there is one."""
     lowest = min(alternatives, key=attrgetter("difference"))
+    improvement = -lowest.difference
     standard_error = float(table.standard_errors(table.sums[choice]))
-    if not -lowest.difference > TIE_IN_STANDARD_ERRORS * standard_error:
+    # With a single example, the standard error is NaN, and nothing is explained.
+    if not improvement > TIE_IN_STANDARD_ERRORS * standard_error:
         return
     num_examples = len(table.counts)
     is_default = choice.link == 0
@@ -597,6 +600,6 @@ def _notes_on_lower_scores(
             "posterior has an effect."
         )
     yield (
-        f'The score of "{lowest.name}" is better (lower by {-lowest.difference:.2g}), but '
+        f'The score of "{lowest.name}" is better (lower by {improvement:.2g}), but '
         f"this option was not chosen. {rule}"
     )

@@ -34,7 +34,8 @@ class CompletenessCheck:
     """
 
     def __init__(self, basis: KrylovBasis, pairs: RitzPairs, k: int, end: str) -> None:
-        basis.rotate(pairs.combinations[:, : k + _num_kept(pairs, basis, k, end)])
+        num_kept_apart = k + _num_kept(pairs, basis, k, end)
+        basis.rotate(pairs.combinations[:, :num_kept_apart])
         basis.park()
         self._basis = basis
         self._end = end

@@ -72,6 +72,7 @@ def _inverse(operator: LinearOperator) -> LinearOperator:
         case LowRankPlusDiagonal():
             return _inverse_of_low_rank(operator)
         case Scaled():
+            # This rejects the scalar zero.
             _reciprocal_of_nonzero(torch.as_tensor(operator.scalar, dtype=operator.dtype)[None])
             return scale(_inverse(operator.operator), 1 / operator.scalar)
         case Assumed():
