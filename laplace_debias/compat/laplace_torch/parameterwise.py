@@ -126,6 +126,7 @@ def best_precisions(
     squared_distances = fitted.posterior.displacement.double().square()
     product = h * squared_distances
     low, high = evidence.search_range(torch.ones_like(h), squared_distances)
+    # The positive root of d² δ² + h d² δ - h, in a form that is also accurate for a small d.
     root = 2 * h / (product + (product * (product + 4)).sqrt())
     return torch.where(h > 0, root.clamp(low, high), shared.to(h))
 

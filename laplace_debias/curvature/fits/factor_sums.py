@@ -105,14 +105,17 @@ class SideSums:
 
     def _add_streamed(self, block: Block, new_rows: Tensor) -> None:
         """Add rows part by part; compress each part with the leading directions found so far."""
+        max_rows = block.most_rows
+        assert max_rows is not None
         check_finite({block: new_rows})
         rows = self.rows[block]
         traces = self.residual_traces
         leading = rows[0] if rows else new_rows[:0]
-        total = GramFactor(leading, traces.get(block, 0.0), block.most_rows)
-        for next_rows in new_rows.split(2 * (block.rank or 1)):
+        total = GramFactor(leading, traces.get(block, 0.0), max_rows)
+        # A compression keeps half of `max_rows`, so it is repeated for every second part.
+        for next_rows in new_rows.split(max_rows // 2):
             joined = torch.cat([total.rows, next_rows])
-            total = GramFactor(joined, total.residual_trace, total.max_rows).compressed()
+            total = GramFactor(joined, total.residual_trace, max_rows).compressed()
         rows[:] = [total.rows]
         traces[block] = torch.as_tensor(total.residual_trace).to(new_rows)
 

@@ -232,6 +232,7 @@ def uses_backpack(name: str, model: nn.Module, blocks: Sequence[Block] = ()) -> 
         return False
     if name not in ("auto", "backpack"):
         raise ValueError(f"Unknown backend={name!r}. Use 'auto', 'backpack' or 'hooks'.")
+    # Layers that are differentiated one cotangent at a time gain nothing from BackPACK.
     if name == "auto" and any(map(_differentiates_one_by_one, model.modules())):
         return False
     obstacle = why_not_backpack(model)

@@ -83,7 +83,7 @@ def _replacements_for_copy(model: nn.Module) -> dict[int, object]:
 
 
 def _adapt_copy(module: nn.Module, copied: nn.Module, memo: dict[int, object]) -> None:
-    """Make a copied module compute with the copied model, in the precision of its parameters.
+    """Give a copy dense gradients and methods of its own; remove caches and mixed precision.
 
     Args:
         module: The original module.
@@ -273,10 +273,12 @@ class SavedAttributes:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        # The modules, with the names and the values of their attributes.
         self._saved: list[tuple[nn.Module, tuple[str, ...], tuple[Any, ...]]] = []
         # Every module has about a dozen containers for hooks. Most of them are empty, and are
         # cleared without comparison.
         self._empty: list[Any] = []
+        # The other containers, with a copy of their entries.
         self._filled: list[tuple[Any, Any]] = []
         for module in modules:
             attributes = vars(module)

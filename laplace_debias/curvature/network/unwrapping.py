@@ -38,6 +38,7 @@ def unwrapped(model: nn.Module, plain_modules: dict[int, nn.Module] | None = Non
         inside = without_outer_wrappers(without_communication(model))
     plain = inside
     if is_unit(model):
+        # The result is a new module, so its submodules may be replaced.
         plain = with_gathering(without_outer_wrappers(without_communication(model)))
     for name, child in list(plain._modules.items()):
         plain_child = None if child is None else unwrapped(child, plain_modules)

@@ -310,6 +310,7 @@ def evaluate_grid(
     )
     network = None
     if network_links:
+        # The sums of the network follow those of the prior precisions.
         network_sums = sums_by_point.pop().T.unsqueeze(0)
         network = GridMetrics([math.inf], network_links, network_sums, counts)
     return GridMetrics(

@@ -129,6 +129,7 @@ def _inline(picture: Picture) -> Markup:
     assert box is not None  # Matplotlib always writes a viewBox.
     refers = r'(url\(#|href="#)([^")]+)'
     used = {match[2] for match in re.finditer(refers, body)}
+    # Identifiers to which nothing refers are removed, except those of methods.
     body = re.sub(r'\bid="method:([\w.-]+):\d+"', r'data-method="\1"', body)
     body = re.sub(
         r'\s\bid="([^"]+)"',
