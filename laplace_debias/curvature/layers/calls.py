@@ -77,8 +77,8 @@ class ReplayedCalls:
 
     Args:
         network: The network.
-        calls: Each call, with a gradient `[K, *output]` for each of its outputs: one row per
-            column. The gradient at an output on which nothing depends is None.
+        calls: Each call, with the gradients of the K columns at each of its outputs,
+            `[K, *output]`. The gradient at an output on which nothing depends is None.
         names: The names of the parameters in the network.
         num_examples: The number of examples.
     """
