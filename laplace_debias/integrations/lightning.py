@@ -91,7 +91,8 @@ class LaplaceCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the options, the loaders and their first batches before training starts."""
-        check_only_one(trainer.callbacks, LaplaceCallback)
+        untyped_trainer: Any = trainer  # Lightning sets `callbacks` without declaring it.
+        check_only_one(untyped_trainer.callbacks, LaplaceCallback)
         if "batch" not in self._settings.options:
             _check_hooks(trainer, pl_module)
         validation_loader = _validation_loader(trainer) if self._settings.tune else None

@@ -58,8 +58,8 @@ class LaplaceCallback(TrainerCallback):
         TypeError: If `trainer` is not a `transformers.Trainer`.
         ValueError: If there is no evaluation data, or there are several sets; when training starts,
             if the likelihood does not match the `problem_type` of the model, or if the trainer has
-            several of these callbacks. Also raises the errors
-            of `Laplace`, and when training starts those of `Laplace.plan` for the first batches.
+            several of these callbacks. Also raises the errors of `Laplace`, and when training
+            starts those of `Laplace.plan` for the first batches.
 
     Example:
         >>> from laplace_debias.integrations.transformers import LaplaceCallback

@@ -362,7 +362,7 @@ class Tap:
 
 @dataclass(eq=False)
 class _LearnedCalls:
-    """What the passes of a tap have learned about the calls at its sites.
+    """The forms of the calls at the sites of a tap, as far as its passes have learned them.
 
     Attributes:
         recorder: The recorder of the modules whose calls are run again, which learns the forms of
