@@ -52,10 +52,10 @@ def measured_chunks(monkeypatch):
     chunks = []
     original = ForwardPass._records
 
-    def measured(forward_pass, outputs, *arguments):
-        records = original(forward_pass, outputs, *arguments)
+    def measured(forward_pass, gradients_by_output):
+        records = original(forward_pass, gradients_by_output)
         gradients = [g for record in records.values() for g in record.output_gradients]
-        chunks.append((len(outputs), sum(g.nbytes for g in gradients)))
+        chunks.append((forward_pass.num_examples, sum(g.nbytes for g in gradients)))
         return records
 
     monkeypatch.setattr(ForwardPass, "_records", measured)
@@ -117,11 +117,11 @@ def test_chunks_of_every_shape_stay_small_after_memory_ran_out(monkeypatch):
     original = ForwardPass._gradients
     failed = []
 
-    def gradients(forward_pass, outputs, targets, columns, *arguments):
+    def gradients(forward_pass, outputs, columns, *arguments):
         if len(outputs) * len(columns) * forward_pass.output_bytes > 6_000:
             failed.append(tuple(outputs.shape))
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(forward_pass, outputs, targets, columns, *arguments)
+        return original(forward_pass, outputs, columns, *arguments)
 
     la = Laplace(model, curvature="full", backend="hooks")
     monkeypatch.setattr(ForwardPass, "_gradients", gradients)
