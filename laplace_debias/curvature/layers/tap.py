@@ -62,8 +62,8 @@ class Tap:
         # `prepare` may have added modules.
         self._modules = list(network.modules())
         self._saved_attributes: SavedAttributes | None = None
-        # The sites change when the tap is attached to other blocks. What passes have learned about
-        # calls remains valid as long as the sites are the same.
+        # The sites change when the tap is attached to other blocks. The forms of calls that passes
+        # have learned remain valid as long as the sites are the same.
         self._blocks = blocks
         self._sites = TappedSites.from_blocks(network, blocks)
         self._calls = _LearnedCalls.at_sites(self._sites)
