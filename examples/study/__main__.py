@@ -23,12 +23,14 @@ def main(arguments: Sequence[str] | None = None) -> str:
     )
     parser.add_argument("--problems", default=",".join(PROBLEMS), help="names, separated by commas")
     parser.add_argument("--seeds", type=int, default=5, help="number; 0 only makes the tables")
+    parser.add_argument("--first_seed", type=int, default=0, help="the first seed")
     parser.add_argument(
         "--networks_only", action="store_true", help="no posteriors; write a separate file"
     )
     parser.add_argument("--out", type=Path, default=Path("results/study"), help="folder")
     options = parser.parse_args(arguments)
     names = options.problems.split(",")
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     unknown = set(names) - set(PROBLEMS)
     if unknown:
         parser.error(f"no problem {', '.join(sorted(unknown))}; there are {', '.join(PROBLEMS)}")
@@ -36,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> str:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.networks_only:
         results_file = options.out / "networks.jsonl"
-        run_missing(names, options.seeds, network_methods, results_file)
+        run_missing(names, seeds, network_methods, results_file)
     else:
         results_file = options.out / "study.jsonl"
-        run_missing(names, options.seeds, all_methods, results_file)
+        run_missing(names, seeds, all_methods, results_file)
 
     rows = [row for row in read(results_file) if row["problem"] in names]
     if options.networks_only:
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
 
 def run_missing(
     names: Sequence[str],
-    num_seeds: int,
+    seeds: Sequence[int],
     methods: Callable[[Problem], Iterator[Method]],
     results_file: Path,
 ) -> None:
@@ -66,7 +68,7 @@ def run_missing(
     finished = {(row["problem"], row["seed"]) for row in rows}
     for name in names:
         try:
-            for seed in range(num_seeds):
+            for seed in seeds:
                 if (name, seed) not in finished:
                     row = run(name, seed, methods)
                     with results_file.open("a", encoding="utf-8") as file:

@@ -15,6 +15,7 @@ import yaml
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.paper.__main__ import main as paper
+from examples.study.__main__ import main as study
 from laplace_debias import Laplace
 from laplace_debias.cli import main
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
@@ -246,6 +247,13 @@ def test_commands_on_a_page_exist(line, capsys):
         options_of_help = set(re.findall(r"--[\w.]+", capsys.readouterr().out))
         assert {
             word.partition("=")[0] for word in options if word.startswith("--")
+        } <= options_of_help
+    elif (program, words[:2]) == ("python", ["-m", "examples.study"]):
+        with contextlib.suppress(SystemExit):
+            study(["--help"])
+        options_of_help = set(re.findall(r"--[\w.]+", capsys.readouterr().out))
+        assert {
+            word.partition("=")[0] for word in words[2:] if word.startswith("--")
         } <= options_of_help
     elif program == "make" and shutil.which("make"):
         subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, check=True)
