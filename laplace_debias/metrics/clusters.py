@@ -33,6 +33,29 @@ def by_example(
     return mean + sums * (len(names) / len(influence))
 
 
+def num_independent_rows(
+    influence: Shaped[Tensor, " n"], examples: Integer[Tensor, " n"] | None
+) -> float:
+    """Estimate the number of independent rows whose mean would have the same variance.
+
+    The number is that of the examples if all rows of an example are equal, and that of the rows if
+    the rows of an example do not depend on each other.
+
+    Args:
+        influence: The influence of each row on a mean over rows.
+        examples: The example of each row; None if each row is an example.
+    """
+    if examples is None:
+        return len(influence)
+    influence_of_examples = by_example(influence, examples).double()
+    num_examples = len(influence_of_examples)
+    variance_of_mean = influence_of_examples.var(correction=0) / num_examples
+    if variance_of_mean == 0:
+        return num_examples
+    variance = influence.double().var(correction=0)
+    return min((variance / variance_of_mean).item(), len(influence))
+
+
 def effective_size(
     values: Shaped[Tensor, " n"], examples: Integer[Tensor, " n"] | None, level: float
 ) -> float:

@@ -36,7 +36,14 @@ from laplace_debias.metrics.regression import (
     quantile_calibration_error,
 )
 from laplace_debias.metrics.selective import mean_of_equals, risk_coverage_curve
-from laplace_debias.metrics.statistics import Area, Mean, MeanShare, Proportion, Statistic
+from laplace_debias.metrics.statistics import (
+    Area,
+    FalseAlarmRate,
+    Mean,
+    MeanShare,
+    Proportion,
+    Statistic,
+)
 
 # ------------------------------------------------------------- probabilities and labels
 
@@ -297,7 +304,7 @@ def _fpr95_statistic(
     examples: Tensor | None = None,
     examples_ood: Tensor | None = None,
 ) -> Area:
-    """Compute `fpr95` with its influence function.
+    """Compute `fpr95` with its influence function, on which only differences are based.
 
     An OOD example below the threshold shifts the threshold down by a quantile of 1/n, where n is
     the number of OOD examples. This changes the false-positive rate along the ROC curve. The slope
@@ -325,8 +332,17 @@ def _fpr95_statistic(
     is_alarm = (scores_id >= threshold).double()
     is_missed = (scores_ood < threshold).double()
     value = fpr95(scores_id, scores_ood).item()
-    influence_ood = slope * is_missed
-    return Area(value, is_alarm, influence_ood, examples=examples, examples_ood=examples_ood)
+    return FalseAlarmRate(
+        value,
+        is_alarm,
+        slope * is_missed,
+        examples=examples,
+        examples_ood=examples_ood,
+        scores_id=scores_id,
+        scores_ood=scores_ood,
+        threshold=threshold.item(),
+        share_missed=0.05,
+    )
 
 
 def _share_below(
@@ -388,8 +404,8 @@ OOD_METRICS = (
         "FPR95",
         _fpr95_statistic,
         interval=(
-            f"{AREA_INTERVAL} With fewer than about 200 OOD examples, the interval of a value near "
-            "1 is too narrow."
+            "Wilson's interval, combined with a distribution-free interval for the threshold. "
+            "With fewer than 72 OOD examples, it reaches up to 1 at the level of 95 %."
         ),
         meaning="Fraction of test examples mistaken for OOD if 95 % of OOD examples are detected.",
     ),

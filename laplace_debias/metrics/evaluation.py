@@ -70,8 +70,9 @@ def evaluate(
         out-of-distribution set `auroc_<name>`, `aupr_<name>` (OOD positive), `fpr95_<name>` and
         `aupr_in_<name>` (ID positive). Each metric is a float with `.low` and `.high`, the ends of
         its confidence interval: Wilson's interval for a fraction, Hall's interval for a mean, and a
-        normal approximation of the logit for an area (with DeLong's variance for the AUROC). The
-        ends are NaN for the calibration errors, for which no valid interval is known.
+        t interval for the logit of an area (with DeLong's variance for the AUROC). The interval of
+        the FPR95 also accounts for the uncertain threshold. The ends are NaN for the calibration
+        errors, for which no valid interval is known.
 
     Raises:
         TypeError: If an argument is not a tensor.

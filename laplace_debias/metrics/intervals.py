@@ -58,7 +58,7 @@ def normal_quantile(level: float) -> float:
     return torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)).item()
 
 
-def student_quantile(level: float, degrees_of_freedom: int) -> float:
+def student_quantile(level: float, degrees_of_freedom: float) -> float:
     """Return the half-width of Student's t interval in standard errors."""
     # Import SciPy only here, because its import is slow.
     from scipy.special import stdtrit
@@ -148,16 +148,16 @@ def _hall_quantile(t: float, asymmetry: float) -> float:
 
 
 def area_interval(
-    value: float, standard_error: float, smaller_size: int, level: float
+    value: float, half_width: float, smaller_size: int, level: float
 ) -> tuple[float, float]:
-    """Compute an interval for a quantity in [0, 1] by a normal approximation of its logit.
+    """Compute an interval for a quantity in [0, 1] that is symmetric around its logit.
 
-    If the value is 0 or 1, the approximation fails, so Wilson's interval for a proportion of 0 or 1
-    in the smaller of the two sets is used.
+    If the value is 0 or 1, it has no logit, so Wilson's interval for a proportion of 0 or 1 in the
+    smaller of the two sets is used.
 
     Args:
         value: The quantity, such as the area under a ROC curve.
-        standard_error: Its standard error.
+        half_width: The half-width of a symmetric interval for the quantity itself.
         smaller_size: The number of examples of the smaller set.
         level: The confidence level.
 
@@ -168,11 +168,55 @@ def area_interval(
     # Rounding errors of a long sum can make the value leave [0, 1].
     if value <= 0 or value >= 1:
         return proportion_interval(smaller_size if value >= 1 else 0, smaller_size, level)
-    if math.isnan(standard_error):
+    if math.isnan(half_width):
         return math.nan, math.nan
-    half_width = normal_quantile(level) * standard_error / (value * (1 - value))
+    logit_half_width = half_width / (value * (1 - value))
     logit = math.log(value / (1 - value))
-    return _sigmoid(logit - half_width), _sigmoid(logit + half_width)
+    return _sigmoid(logit - logit_half_width), _sigmoid(logit + logit_half_width)
+
+
+def quantile_rank_limits(share: float, size: int, level: float) -> tuple[int, int]:
+    """Return limits of the number of independent draws that lie below a quantile.
+
+    The number has a binomial distribution, whatever the distribution of the draws. It lies between
+    the limits, or equals one of them, with a probability of at least `level`.
+
+    Args:
+        share: The probability that a draw lies below the quantile.
+        size: The number of draws.
+        level: The probability.
+    """
+    # Import SciPy only here, because its import is slow.
+    from scipy.special import bdtr
+
+    counts = torch.arange(size + 1, dtype=torch.float64)
+    probabilities = torch.from_numpy(bdtr(counts.numpy(), size, share))  # of at most each count
+    tail = (1 - level) / 2
+    lowest = int((probabilities < tail).sum())
+    highest = int((probabilities < 1 - tail).sum())
+    return lowest, highest
+
+
+def combined_interval(
+    value: float, *intervals: tuple[float, float], limits: tuple[float, float]
+) -> tuple[float, float]:
+    """Combine intervals that account for independent causes of the error of the same value.
+
+    The squared distances from the value to the ends add up, as variances do.
+
+    Args:
+        value: The value.
+        intervals: The intervals; each contains the value.
+        limits: The range of the quantity, which the interval does not leave.
+
+    Reference:
+        Zou, Donner. Construction of confidence limits about effect measures: a general approach.
+        Statistics in Medicine, 2008.
+    """
+    below = math.hypot(*(value - low for low, _ in intervals))
+    above = math.hypot(*(high - value for _, high in intervals))
+    lowest, highest = limits
+    return max(lowest, value - below), min(highest, value + above)
 
 
 def _sigmoid(x: float) -> float:

@@ -9,7 +9,7 @@ from laplace_debias.metrics.statistics import Statistic
 MEAN_INTERVAL = "Student's t with Hall's correction for skewness. It needs many test examples."
 SHARE_INTERVAL = "Wilson's interval."
 ROOT_INTERVAL = "The root of an interval of the mean square (Student's t with Hall's correction)."
-AREA_INTERVAL = "A normal approximation of the metric's logit. It needs many test and OOD examples."
+AREA_INTERVAL = "Student's t, for the logit of the metric. It needs many test and OOD examples."
 NO_INTERVAL = "None, because no known interval has its nominal coverage."
 
 

@@ -14,14 +14,16 @@ import torch
 from jaxtyping import Float, Integer, Shaped
 from torch import Tensor
 
-from laplace_debias.metrics.clusters import by_example, effective_size
+from laplace_debias.metrics.clusters import by_example, effective_size, num_independent_rows
 from laplace_debias.metrics.intervals import (
     Interval,
     area_interval,
+    combined_interval,
     mean_interval,
-    normal_quantile,
     paired_proportions_interval,
     proportion_interval,
+    quantile_rank_limits,
+    student_quantile,
 )
 
 
@@ -169,12 +171,21 @@ class Area(Statistic):
         return len(self.influence), len(self.influence_ood)
 
     def interval(self, level: float) -> Interval:
-        """The value with its confidence interval."""
+        """The value with its confidence interval.
+
+        If the value is near 0 or 1, a small set may contain none of the rare rows whose influence
+        is extreme. Therefore, the variance due to each set of n independent rows is increased by
+        that of one more row among n, whose influence is 0 or 1 and has the value as its mean.
+        """
         influence = by_example(self.influence, self.examples)
         influence_ood = by_example(self.influence_ood, self.examples_ood)
-        error = _standard_error(influence, influence_ood)
+        variance_of_rare_row = max(0.0, self.value * (1 - self.value))
+        size = num_independent_rows(self.influence, self.examples)
+        size_ood = num_independent_rows(self.influence_ood, self.examples_ood)
+        rare_rows = variance_of_rare_row * (1 / size**2 + 1 / size_ood**2)
+        half_width = _half_width(influence, influence_ood, level, further_variance=rare_rows)
         smaller_size = min(len(influence), len(influence_ood))
-        low, high = area_interval(self.value, error, smaller_size, level)
+        low, high = area_interval(self.value, half_width, smaller_size, level)
         return Interval(self.value, low, high)
 
     def difference(self, reference: "Area", level: float) -> Interval:
@@ -182,13 +193,75 @@ class Area(Statistic):
         examples_ood = self.examples_ood
         if examples_ood is None:
             examples_ood = reference.examples_ood
-        error = _standard_error(
+        half_width = _half_width(
             by_example(self.influence - reference.influence, self._examples_with(reference)),
             by_example(self.influence_ood - reference.influence_ood, examples_ood),
+            level,
         )
-        half_width = normal_quantile(level) * error
         value = self.value - reference.value
         return Interval(value, max(-1.0, value - half_width), min(1.0, value + half_width))
+
+
+@dataclass(frozen=True, eq=False)
+class FalseAlarmRate(Area):
+    """The fraction of ID rows whose score is at least a quantile of the scores of OOD rows.
+
+    Attributes:
+        scores_id: The scores of the ID rows. `influence` is 1 for false alarms, otherwise 0.
+        scores_ood: The scores of the OOD rows.
+        threshold: The quantile.
+        share_missed: The fraction of OOD rows that lie below the quantile.
+    """
+
+    scores_id: Float[Tensor, " n"] = field(kw_only=True)
+    scores_ood: Float[Tensor, " m"] = field(kw_only=True)
+    threshold: float = field(kw_only=True)
+    share_missed: float = field(kw_only=True)
+
+    def interval(self, level: float) -> Interval:
+        """The value with its confidence interval.
+
+        It combines Wilson's interval for a known quantile with the rates at the ends of an interval
+        for the quantile, which holds for every distribution of the scores. If there are too few OOD
+        rows for a lower end of the quantile's interval, the rate may be as high as 1.
+        """
+        size = effective_size(self.influence, self.examples, level)
+        at_known_quantile = proportion_interval(self.value * size, size, level)
+        at_ends_of_quantile = self._rates_at_ends_of_quantile(level)
+        low, high = combined_interval(
+            self.value, at_known_quantile, at_ends_of_quantile, limits=(0.0, 1.0)
+        )
+        return Interval(self.value, low, high)
+
+    def difference(self, reference: "Area", level: float) -> Interval:
+        """This metric minus a reference method's metric on the same examples.
+
+        The interval is unknown if there are too few OOD rows for a lower end of the quantile's
+        interval.
+        """
+        lowest_rank, _ = quantile_rank_limits(self.share_missed, self._num_ood(level), level)
+        if lowest_rank == 0:
+            return Interval(self.value - reference.value)
+        return super().difference(reference, level)
+
+    def _num_ood(self, level: float) -> int:
+        """Return the number of independent OOD rows that determine the quantile as well."""
+        is_missed = (self.scores_ood < self.threshold).double()
+        return max(1, int(effective_size(is_missed, self.examples_ood, level)))
+
+    def _rates_at_ends_of_quantile(self, level: float) -> tuple[float, float]:
+        """Return the rates at the upper and lower ends of the quantile's confidence interval."""
+        ordered = self.scores_ood.sort().values
+        num_rows = len(ordered)
+        size = self._num_ood(level)
+        fewest_below, most_below = quantile_rank_limits(self.share_missed, size, level)
+        highest_rate = 1.0
+        if fewest_below > 0:
+            rank = fewest_below * num_rows // size
+            highest_rate = (self.scores_id >= ordered[rank - 1]).double().mean().item()
+        rank = min(num_rows, -(-(most_below + 1) * num_rows // size))
+        lowest_rate = (self.scores_id >= ordered[rank - 1]).double().mean().item()
+        return min(lowest_rate, self.value), max(highest_rate, self.value)
 
 
 def with_examples(
@@ -198,8 +271,35 @@ def with_examples(
     return {name: replace(statistic, examples=examples) for name, statistic in statistics.items()}
 
 
-def _standard_error(*influences: Tensor) -> float:
-    if min(map(len, influences)) < 2:
+def _half_width(
+    influence: Tensor, influence_ood: Tensor, level: float, further_variance: float = 0.0
+) -> float:
+    """Compute the half-width of a t interval for a quantity that depends on two sets.
+
+    The degrees of freedom are those of Welch and Satterthwaite. The half-width is NaN if a set has
+    fewer than two examples.
+
+    Args:
+        influence: The influence of each ID example.
+        influence_ood: The influence of each OOD example.
+        level: The confidence level.
+        further_variance: A variance that is added to that of the quantity.
+
+    Reference:
+        Welch. The generalization of "Student's" problem when several different population variances
+        are involved. Biometrika, 1947.
+    """
+    sizes = len(influence), len(influence_ood)
+    if min(sizes) < 2:
         return math.nan
-    variances = (influence.double().var().item() / len(influence) for influence in influences)
-    return math.sqrt(sum(variances))
+    variances = [
+        values.double().var().item() / len(values) for values in (influence, influence_ood)
+    ]
+    variance = sum(variances)
+    degrees_of_freedom: float = min(sizes) - 1
+    if variance > 0:
+        shares = (part / variance for part in variances)
+        degrees_of_freedom = 1 / sum(
+            share**2 / (size - 1) for share, size in zip(shares, sizes, strict=True)
+        )
+    return student_quantile(level, degrees_of_freedom) * math.sqrt(variance + further_variance)

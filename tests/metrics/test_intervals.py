@@ -13,7 +13,12 @@ from sklearn.metrics import average_precision_score
 
 from laplace_debias import metrics
 from laplace_debias.metrics.definitions import METRICS
-from laplace_debias.metrics.intervals import area_interval, mean_interval, proportion_interval
+from laplace_debias.metrics.intervals import (
+    area_interval,
+    mean_interval,
+    proportion_interval,
+    quantile_rank_limits,
+)
 from laplace_debias.metrics.statistics import Mean
 
 
@@ -196,12 +201,14 @@ def test_the_variance_of_the_auroc_is_delongs():
     placements_a = placements(rounded_a, is_ood)
     placements_b = placements(rounded_b, is_ood)
     value = placements_a[0].mean()
-    error = math.sqrt(sum(np.var(shares, ddof=1) / 40 for shares in placements_a))
+    variances = np.array([np.var(shares, ddof=1) / 40 for shares in placements_a])
     statistic_a = statistic_of("auroc", rounded_a, is_ood)
     statistic_b = statistic_of("auroc", rounded_b, is_ood)
     interval = statistic_a.interval(0.95)
     ends = np.array([interval.low, interval.high])
-    half = 1.959964 * error / (value * (1 - value))
+    # One more row of each set has an influence of 0 or 1, with the mean `value`.
+    error = math.sqrt(variances.sum() + 2 * value * (1 - value) / 40**2)
+    half = welch_quantile(variances, [40, 40]) * error / (value * (1 - value))
     np.testing.assert_allclose(
         np.log(ends / (1 - ends)),
         math.log(value / (1 - value)) + np.array([-half, half]),
@@ -211,8 +218,17 @@ def test_the_variance_of_the_auroc_is_delongs():
     gaps = [
         shares_a - shares_b for shares_a, shares_b in zip(placements_a, placements_b, strict=True)
     ]
-    half = 1.959964 * math.sqrt(sum(np.var(gap, ddof=1) / 40 for gap in gaps))
+    variances = np.array([np.var(gap, ddof=1) / 40 for gap in gaps])
+    half = welch_quantile(variances, [40, 40]) * math.sqrt(variances.sum())
     assert difference.high - difference.low == pytest.approx(2 * half, rel=1e-5)
+
+
+def welch_quantile(variances, sizes):
+    """The 97.5 % quantile of Student's t with the degrees of freedom of Welch's test."""
+    degrees = variances.sum() ** 2 / sum(
+        v**2 / (n - 1) for v, n in zip(variances, sizes, strict=True)
+    )
+    return stats.t.ppf(0.975, degrees)
 
 
 def placements(scores, is_ood):
@@ -388,6 +404,41 @@ def statistics_of_drawn(n, generator):
     ):
         for name in names:
             yield name, statistic_of(name, a, labels), statistic_of(name, b, labels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shift", [1.8, 3.3])
+@pytest.mark.parametrize(("name", "num_ood"), [("auroc", 20), ("fpr95", 20), ("fpr95", 50)])
+def test_intervals_for_few_ood_examples_cover_the_truth(name, num_ood, shift):
+    """The AUROC is 0.90 or 0.99; few OOD examples contain none of the rarest scores."""
+    generator = seeded()
+
+    def drawn(num_id, num_ood):
+        scores_id = torch.randn(num_id, generator=generator, dtype=torch.float64)
+        scores_ood = shift + torch.randn(num_ood, generator=generator, dtype=torch.float64)
+        return METRICS[name].statistic(scores_id, scores_ood)
+
+    truth = drawn(500_000, 500_000).value
+    hits = 0
+    for _ in range(1000):
+        interval = drawn(1000, num_ood).interval(0.95)
+        hits += interval.low <= truth <= interval.high
+    # Intervals for so few examples are conservative. The share has a standard error of 0.8 %.
+    assert hits >= 930
+
+
+def test_the_difference_of_two_false_alarm_rates_needs_enough_ood_examples():
+    a, b, is_ood = scores(80, seeded())
+    for num_kept, is_known in ((71, False), (72, True)):
+        kept = (is_ood == 0) | (is_ood.cumsum(0) <= num_kept)
+        statistics = [statistic_of("fpr95", x[kept], is_ood[kept]) for x in (a, b)]
+        assert statistics[0].difference(statistics[1], 0.95).is_known == is_known
+
+
+def test_limits_of_the_rank_of_a_quantile_are_those_of_scipy():
+    for size in (1, 20, 71, 72, 1000):
+        expected = stats.binom.ppf([0.025, 0.975], size, 0.05)
+        assert quantile_rank_limits(0.05, size, 0.95) == tuple(expected)
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ def test_every_value_is_within_its_interval():
     assert all(entry.low <= entry.value <= entry.high for entry in with_interval)
     wide = metrics.evaluate(probs, labels, {"uniform": OOD}, level=0.99)
     assert wide.level == 0.99
-    for name in ("accuracy", "nll", "aurc", "fpr95_uniform"):
+    for name in ("accuracy", "nll", "aurc", "auroc_uniform"):
         assert wide[name].low <= report[name].low
         assert wide[name].high >= report[name].high
         assert wide[name].high - wide[name].low > report[name].high - report[name].low
