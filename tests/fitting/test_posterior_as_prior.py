@@ -8,7 +8,7 @@ import torch
 from cases import others_slow
 from torch import nn
 
-from laplace_debias import GaussianPrior, Laplace, Split, posterior_as_prior
+from laplace_debias import Full, GaussianPrior, Laplace, Split, posterior_as_prior
 from laplace_debias.curvature.fits.information import factor_eigenvalues
 
 DELTA = 0.7
@@ -30,6 +30,14 @@ def examples(size, seed):
 
 def precision(la):
     return la.posterior.precision.to_dense()
+
+
+class FirstBatch(Full):
+    """A plain fit that leaves out all batches but the first one."""
+
+    def fit(self, prepared):
+        (stream,) = prepared.streams
+        return prepared.config.structure.fit(prepared.context, list(stream)[:1])
 
 
 FIRST = examples(14, 1)
@@ -257,6 +265,9 @@ def test_what_does_not_fit_is_refused_before_work_starts():
         Laplace(model, prior=prior).fit([FIRST, SECOND], mode="debiased", num_data=9)
     with pytest.raises(ValueError, match='so it requires `mode="full"'):
         Laplace(model, prior=prior).fit(Split([FIRST], [SECOND]))
+    # A fit with such a prior never calls the `fit` of a scheme.
+    with pytest.raises(ValueError, match='so it requires `mode="full"'):
+        Laplace(model, prior=prior).fit(FirstBatch([FIRST, SECOND]))
     with pytest.raises(ValueError, match='Use curvature="diag" or "full"'):
         Laplace(model, prior=GaussianPrior(0 * ones, ones, names))
     with pytest.raises(ValueError, match="must be positive"):

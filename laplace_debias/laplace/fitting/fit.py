@@ -102,7 +102,8 @@ def check_before_fit(
     resume: Path | None,
 ) -> None:
     """Check everything that can be checked without reading data."""
-    if information is not None and not isinstance(scheme, Full):
+    # Information is added by the structure, not by `scheme.fit`, which a subclass may override.
+    if information is not None and type(scheme) is not Full:
         raise prior_needs_all_data(scheme.label)
     check_generator(generator)
     if resume is not None:
