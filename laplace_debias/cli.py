@@ -1,4 +1,4 @@
-"""The command line: `laplace-debias fit | tune | predict | evaluate | report | spectrum`.
+"""The command line, `laplace-debias COMMAND`, which runs one of the `COMMANDS`.
 
 Importing torch takes seconds, so a command reads its options and checks its files first.
 """

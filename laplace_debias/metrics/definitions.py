@@ -472,7 +472,8 @@ def _quantile_statistic(mean: Tensor, sd: Tensor, targets: Tensor, level: float)
     return Statistic(quantile_calibration_error(gaussian_pit(mean, sd, targets)).item(), targets)
 
 
-_UNIT = "units of the target"
+TARGET_UNIT = "units of the target"
+"""The unit of a metric that is proportional to the scale of the targets."""
 
 REGRESSION_METRICS = (
     Metric(
@@ -487,7 +488,7 @@ REGRESSION_METRICS = (
         "rmse",
         "RMSE",
         lambda m, sd, y, level: rmse_statistic(m, y),
-        unit=_UNIT,
+        unit=TARGET_UNIT,
         interval=ROOT_INTERVAL,
         meaning="Root of the mean squared error.",
         is_main=True,
@@ -497,7 +498,7 @@ REGRESSION_METRICS = (
         "Bias",
         lambda m, sd, y, level: _mean(m - y, ideal=0),
         "ideal",
-        unit=_UNIT,
+        unit=TARGET_UNIT,
         meaning="Mean of prediction minus target over all outputs. It should be 0.",
         is_main=True,
     ),
@@ -514,7 +515,7 @@ REGRESSION_METRICS = (
         "crps",
         "CRPS",
         lambda m, sd, y, level: _mean(crps(m, sd, y, reduction="none"), lowest=0),
-        unit=_UNIT,
+        unit=TARGET_UNIT,
         meaning=(
             "Continuous ranked probability score: the distance between the predicted distribution "
             "and the target."
@@ -537,7 +538,7 @@ REGRESSION_METRICS = (
         "width",
         "Interval width",
         _width_statistic,
-        unit=_UNIT,
+        unit=TARGET_UNIT,
         meaning="Mean width of the central interval. Narrower is better if the coverage is equal.",
     ),
     Metric(
@@ -556,7 +557,7 @@ MEAN_ABSOLUTE_ERROR = Metric(
     "mae",
     "MAE",
     lambda m, sd, y, level: _mean((m - y).abs().double(), lowest=0),
-    unit=_UNIT,
+    unit=TARGET_UNIT,
     meaning="Mean absolute difference between prediction and target.",
     is_main=True,
 )

@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping
 
+from laplace_debias.metrics import METRICS
+from laplace_debias.metrics.definitions import TARGET_UNIT
+
 _SMALLEST = {"nll": 1e-3, "brier": 1e-3, "overconfidence": 5e-3, "scaled_error": 1e-2}
 _SMALLEST_SHARE = 1e-3
-_RELATIVE_TO = {"crps": "crps", "rmse": "rmse", "mae": "mae", "width": "width", "bias": "rmse"}
-"""For each metric in the unit of the targets, the metric of the reference that determines the
-smallest relevant difference."""
+"""For metrics in the units of the targets, the smallest relevant fraction of the reference's value
+of the same metric."""
+_RELATIVE_TO = {"bias": "rmse"}
+"""Metrics that are relative to another metric of the reference, because their own may be zero."""
 
 
 def matters(metric: str, difference: float, reference_metrics: Mapping[str, float]) -> bool:
@@ -18,6 +22,6 @@ def matters(metric: str, difference: float, reference_metrics: Mapping[str, floa
         reference_metrics: The reference's metrics on the same set, by name.
     """
     smallest = _SMALLEST.get(metric, 0.0)
-    if metric in _RELATIVE_TO:
-        smallest = _SMALLEST_SHARE * reference_metrics.get(_RELATIVE_TO[metric], 0.0)
+    if metric in METRICS and METRICS[metric].unit == TARGET_UNIT:
+        smallest = _SMALLEST_SHARE * reference_metrics.get(_RELATIVE_TO.get(metric, metric), 0.0)
     return abs(difference) >= smallest

@@ -90,8 +90,6 @@ class SourceSettings(CommandSettings):
 
     heading: ClassVar = "Data"
     needed_by_most: ClassVar = ("data", "checkpoint")
-    resumes: ClassVar[bool] = False
-    """Whether running the same command again resumes an interrupted run."""
 
     model: str | None = field(
         default=None, metadata=option(heading="Network", metavar="MODULE:NAME", is_input=True)

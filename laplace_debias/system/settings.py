@@ -26,6 +26,12 @@ class CommandSettings:
     unused: ClassVar[Mapping[str, str]] = {}
     """Fields that the command does not use, each with the reason. The help omits them."""
 
+    resumes: ClassVar[bool] = False
+    """Whether running the same command again resumes an interrupted run."""
+
+    json: bool = False
+    """Whether to print only a JSON object. A command with the option `--json` has this field."""
+
     def without_effect(self) -> dict[str, str]:
         """Return the options that have no effect with these settings, each with the reason.
 

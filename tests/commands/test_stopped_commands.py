@@ -27,6 +27,7 @@ def build():
     torch.manual_seed(0)
     return digits_net()
 """
+# The required options of each command.
 REQUIRED = {
     "evaluate": ["--model=m:b"],
     "report": ["--model=m:b"],
@@ -54,7 +55,7 @@ def stop(*_):
 def test_ctrl_c_ends_with_one_line_that_says_how_to_go_on(command, folder, monkeypatch, capsys):
     module = importlib.import_module(f"laplace_debias.commands.{command}")
     monkeypatch.setattr(module, "run", stop)
-    assert main([command, *REQUIRED.get(command, [])]) == 130
+    assert main([command, *REQUIRED[command]]) == 130
     captured = capsys.readouterr()
     assert captured.out == ""
     (line,) = captured.err.strip().splitlines()

@@ -9,6 +9,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import a_run
 import pytest
@@ -25,9 +26,12 @@ from laplace_debias.curvature.losses.likelihoods.poisson import Poisson
 from laplace_debias.laplace.fitting.modes import MODES, Mode
 from laplace_debias.laplace.fitting.schemes import Scheme, Split
 from laplace_debias.metrics import METRICS, Metric, evaluation
-from laplace_debias.metrics.statistics import Mean
+from laplace_debias.metrics.definitions import TARGET_UNIT
+from laplace_debias.metrics.statistics import Mean, Statistic
 from laplace_debias.report.page import write_page
 from laplace_debias.runs.records import RunRecord, from_json, to_json
+from laplace_debias.runs.relevance import matters
+from laplace_debias.system.settings import CommandSettings
 
 HOW_TO_ADD = Path(__file__).parents[2] / "docs" / "how-to-add.md"
 
@@ -134,6 +138,13 @@ def test_a_metric_is_one_entry(monkeypatch, tmp_path):
     assert "Mean of the largest probability." in page
 
 
+def test_a_tiny_difference_of_a_new_metric_in_units_of_the_target_does_not_matter(monkeypatch):
+    metric = Metric("spread", "Spread", lambda m, sd, y, level: Statistic(1.0, y), unit=TARGET_UNIT)
+    monkeypatch.setitem(METRICS, metric.name, metric)
+    assert not matters("spread", 0.004, {"spread": 5.0})
+    assert matters("spread", 0.006, {"spread": 5.0})
+
+
 def snippet(heading):
     """The first block of code under a heading of the page."""
     text = HOW_TO_ADD.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
@@ -156,6 +167,38 @@ def test_a_command_is_a_file_and_a_line(monkeypatch, tmp_path, capsys):
     assert "51 parameters" in capsys.readouterr().out
     assert main(["count", "--help"]) == 0
     assert "--frozen" in capsys.readouterr().out
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeSettings(CommandSettings):
+    """Options of a command without a network.
+
+    Attributes:
+        file: The file.
+    """
+
+    file: Path
+
+
+def test_a_command_needs_no_network(monkeypatch, tmp_path, capsys):
+    module = ModuleType("laplace_debias.commands.size")
+    module.Settings = SizeSettings
+    sizes = []
+    module.run = lambda settings: sizes.append(settings.file.stat().st_size)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(COMMANDS, "size", "Print the size of a file.")
+    (tmp_path / "file").write_text("abc")
+    assert main(["size", f"--file={tmp_path / 'file'}"]) == 0
+    assert sizes == [3]
+    assert main(["size", "--file=x", "--json"]) == 2
+    assert "laplace-debias size has no option --json" in capsys.readouterr().err
+
+    def stop(settings):
+        raise KeyboardInterrupt
+
+    module.run = stop
+    assert main(["size", "--file=x"]) == 130
+    assert "To start again, run the same command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
