@@ -233,7 +233,7 @@ def true_errors(la: Laplace, full: Laplace, x: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-def test_told_error_covers_the_true_one():
+def test_the_estimated_error_covers_the_difference_from_a_full_fit():
     model = network()
     full = Laplace(network()).fit([data()])
     fresh = 2 * torch.randn(100, 6, generator=torch.Generator().manual_seed(7)).double()

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from examples.paper.__main__ import main as paper
 from examples.study.__main__ import main as study
 from laplace_debias import Laplace
 from laplace_debias.cli import main
+from laplace_debias.curvature.layer_rules import LAYER_RULES
 from laplace_debias.curvature.losses.likelihoods import LIKELIHOODS
 from laplace_debias.curvature.structures import STRUCTURES
+from laplace_debias.laplace.links import FORMULAS
 from website import word_rules
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +184,8 @@ def test_code_on_a_page_runs(page, tmp_path, monkeypatch):
     elif "guide.md#set-up)" in page.read_text(encoding="utf-8"):
         names = names_of_a_user()
     # A page is read from its beginning: later blocks use the names of earlier ones.
-    exec(compile("\n".join(blocks_of(page, "python")), page.name, "exec"), names)
+    with patch.dict(FORMULAS), patch.dict(LAYER_RULES):
+        exec(compile("\n".join(blocks_of(page, "python")), page.name, "exec"), names)
     saves = ".save(" in page.read_text(encoding="utf-8")
     assert (tmp_path / "posterior.safetensors").exists() == saves
 

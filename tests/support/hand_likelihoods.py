@@ -183,17 +183,27 @@ UNWEIGHTED = {
 }
 
 
-def hessian(ell, f, y):
-    """∇²_f ℓ of one example; for `ordinal` and `normal`, its expectation over y."""
-    if ell is ordinal:
-        labels = torch.arange(4)
-        hessians = [torch.autograd.functional.hessian(lambda g, y=y: ell(g, y), f) for y in labels]
-        probabilities = [(-ell(f, y)).exp() for y in labels]
-        return sum(p * h for p, h in zip(probabilities, hessians, strict=True))
-    if ell is not normal:
-        return torch.autograd.functional.hessian(lambda g: ell(g, y), f)
+def expected_ordinal_hessian(f):
+    labels = torch.arange(4)
+    hessians = [torch.autograd.functional.hessian(lambda g, y=y: ordinal(g, y), f) for y in labels]
+    probabilities = [(-ordinal(f, y)).exp() for y in labels]
+    return sum(p * h for p, h in zip(probabilities, hessians, strict=True))
+
+
+def expected_normal_hessian(f):
     size = len(f) // 2
     return torch.diag(torch.cat([(-f[size:]).exp(), torch.full_like(f[size:], 0.5)]))
+
+
+# The losses whose curvature is the expectation of the Hessian over targets, and this expectation.
+EXPECTED_HESSIANS = {ordinal: expected_ordinal_hessian, normal: expected_normal_hessian}
+
+
+def hessian(ell, f, y):
+    """∇²_f ℓ of one example, or its expectation over y if this is the curvature."""
+    if ell in EXPECTED_HESSIANS:
+        return EXPECTED_HESSIANS[ell](f)
+    return torch.autograd.functional.hessian(lambda g: ell(g, y), f)
 
 
 def example_weight(name, f, y):

@@ -24,7 +24,13 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
     """Assert that all entries are equal, up to a fraction of the largest expected entry."""
     assert actual.shape == expected.shape
-    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+    deviations = (actual - expected).abs()
+    largest = expected.abs().max()
+    worst = deviations.argmax()
+    assert deviations.max() <= tolerance * largest, (
+        f"{actual.flatten()[worst]:.12g} instead of {expected.flatten()[worst]:.12g} "
+        f"at entry {int(worst)}; the largest expected entry is {largest:.3g}"
+    )
 
 
 # ------------------------------------------------------------------------------- likelihoods

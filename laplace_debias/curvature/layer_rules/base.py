@@ -175,6 +175,10 @@ class LayerRule:
     $\sum_t g_t a_t^\top$. A subclass defines `module_types` and `kind`, and overrides the methods
     that differ. The shapes of their arguments x and g are `LayerInputs` and `OutputGradients`.
 
+    The argument x is the first argument of the layer's call. If the rows $a_t$ depend on several
+    arguments, `prepare` adds a layer to which the module passes the rows, and `blocks` names this
+    layer; see `attention.py`.
+
     Attributes:
         module_types: The layer types, as classes or, to avoid an import, as names that include the
             module. The rule also applies to subclasses without a rule of their own.
@@ -413,7 +417,12 @@ class LayerRule:
     # The forward pass.
 
     def prepare(self, layer: nn.Module) -> None:
-        """Make a layer of a working copy ready for hooks at its calls."""
+        """Make a layer of a working copy ready for hooks at its calls.
+
+        A layer that is added here is used only while it has a hook. Otherwise the outputs must be
+        computed from the original parameters, because the blocks are compared with gradients with
+        respect to these.
+        """
 
     def use_dense_gradients(self, layer: nn.Module) -> None:
         """Make the gradients of a working copy's parameters plain sums over the calls."""

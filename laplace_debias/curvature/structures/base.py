@@ -158,7 +158,16 @@ class CurvatureStructure(ABC):
         directions: Iterable[Batch],
         magnitudes: Iterable[Batch] | None = None,
     ) -> CurvatureFit:
-        """Fit directions to one data set; measure magnitudes on another (Eq. 9) or the same one."""
+        """Fit directions to one data set; measure magnitudes on another (Eq. 9) or the same one.
+
+        Args:
+            context: The network, its loss and its blocks.
+            directions: The batches that determine the directions. If `reads_directions_twice`, or
+                `reads_data_twice` without `magnitudes`, they are read twice, so they must not be an
+                iterator.
+            magnitudes: The batches on which the curvature is measured. None measures it on the
+                batches of the directions.
+        """
 
     @abstractmethod
     def crossfit(self, context: FitContext, data: Iterable[Batch], num_folds: int) -> CurvatureFit:

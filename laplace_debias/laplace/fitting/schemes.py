@@ -65,7 +65,11 @@ class Scheme(ABC):
 
     @abstractmethod
     def fit(self, prepared: PreparedFit) -> CurvatureFit:
-        """Fit the curvature to `prepared.streams`, the streams of the sources."""
+        """Fit the curvature to `prepared.streams`, the streams of the sources.
+
+        Some structures read batches twice. If the fit selects batches of a stream, pass a list of
+        them, or an object that can be read again, rather than an iterator.
+        """
 
     def check(self, structure: CurvatureStructure) -> None:  # noqa: B027 (most read data once)
         """Check before any work that the data can be read as often as the fit requires."""

@@ -126,7 +126,11 @@ class Likelihood(ABC):
     def hessian_root(
         self, outputs: Float[Tensor, "batch outputs"]
     ) -> Float[Tensor, "columns batch outputs"]:
-        """Compute a square root of the loss Hessian: columns with `Σ_k s_k s_kᵀ = ∇²_f ℓ`."""
+        """Compute a square root of the loss Hessian: columns with `Σ_k s_k s_kᵀ = ∇²_f ℓ`.
+
+        If the Hessian depends on the target other than through `curvature_weights`, return a root
+        of its expectation over targets drawn from p(y | f), which is the Fisher information.
+        """
 
     def signed_root(
         self,
