@@ -167,3 +167,40 @@ def test_the_warning_of_unused_parameters_says_what_to_type():
     typed = Laplace(model, params=eval(expression)).fit([(x, y)])
     assert typed.param_names == la.param_names
     assert torch.equal(typed.predict(x).probs, la.predict(x).probs)
+
+
+class Cell(torch.nn.Module):
+    """A layer with a scale of its own; one of its outputs is computed from the other one."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.randn(4).double())
+        self.weight = weight
+
+    def forward(self, x):
+        state = (self.scale.roll(1) * x).tanh()
+        return self.scale.roll(2) * x.sin() + self.weight * state, state
+
+
+class TwoCells(torch.nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.first = Cell(weight)
+        self.second = Cell(weight)
+        self.last = torch.nn.Linear(4, 3).double()
+
+    def forward(self, x):
+        value, _ = self.first(x)
+        value, state = self.second(value)
+        return self.last(value + state.square())
+
+
+@pytest.mark.parametrize("weight", [3e-3, 1.0])
+def test_one_output_of_a_call_may_be_computed_from_another_output(weight):
+    torch.manual_seed(0)
+    model = TwoCells(weight)
+    x, y = torch.randn(5, 4).double(), torch.randint(3, (5,))
+    la = Laplace(model, curvature="diag", prior_precision=0.7).fit([(x, y)])
+    exact = oracle.ggn(model, x, "classification", la.param_names).diagonal()
+    torch.testing.assert_close(la.posterior.curvature.to_dense().diagonal(), exact)
+    assert {b.calls for b in la._parameters.blocks if b.calls} == {("first",), ("second",)}

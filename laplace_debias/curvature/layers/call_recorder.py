@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from laplace_debias.curvature.layer_rules import layer_rule
 from laplace_debias.curvature.layers.calls import ModuleCall
 from laplace_debias.curvature.layers.example_dims import has_same_examples_dim
+from laplace_debias.curvature.layers.layer_calls import LayerOutput
 from laplace_debias.curvature.network.inputs import Inputs
 
 # Takes the place of a dimension of the examples that is unclear; None means that all examples share
@@ -86,8 +87,11 @@ class CallForm:
 
 
 def _shapes(call: ModuleCall) -> list[torch.Size | None]:
-    values = (*call.leaves, *call.outputs)
-    return [value.shape if isinstance(value, Tensor) else None for value in values]
+    return [_shape(value) for value in (*call.leaves, *call.outputs)]
+
+
+def _shape(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, Tensor | LayerOutput) else None
 
 
 def _dim_of_examples(value: Any, doubled: Any, num_examples: int) -> int | None:
@@ -98,13 +102,15 @@ def _dim_of_examples(value: Any, doubled: Any, num_examples: int) -> int | None:
         doubled: The value for a batch of two copies of each example.
         num_examples: The number of examples of the first batch.
     """
-    if not isinstance(value, Tensor) or not isinstance(doubled, Tensor):
+    shape = _shape(value)
+    doubled_shape = _shape(doubled)
+    if shape is None or doubled_shape is None:
         return None if type(value) is type(doubled) else _UNCLEAR
-    if value.shape == doubled.shape:
+    if shape == doubled_shape:
         return None
-    if value.ndim != doubled.ndim:
+    if len(shape) != len(doubled_shape):
         return _UNCLEAR
-    sizes = list(zip(value.shape, doubled.shape, strict=True))
+    sizes = list(zip(shape, doubled_shape, strict=True))
     growing_dims = [dim for dim, (size, doubled_size) in enumerate(sizes) if size != doubled_size]
     if len(growing_dims) > 1 or sizes[growing_dims[0]] != (num_examples, 2 * num_examples):
         return _UNCLEAR
@@ -176,26 +182,30 @@ class CallRecorder:
     def _record_outputs(
         self, call: ModuleCall, forms: Sequence[CallForm], output: Any, num_examples: int
     ) -> Any:
-        """Record the outputs of a call that ends, as leaves of a graph if they need no gradient.
+        """Record the outputs of a call that ends, as part of a graph even if they need no gradient.
 
         Returns:
             The output with which the forward pass continues.
         """
         leaves, structure = pytree.tree_flatten(output)
         is_output = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves]
-        call.outputs = list(itertools.compress(leaves, is_output))
+        outputs: list[Tensor] = list(itertools.compress(leaves, is_output))
+        call.outputs = list(map(LayerOutput.from_tensor, outputs))
         form = next((form for form in forms if form.fits(call, num_examples)), None)
         if form is not None:
             call.dims = form.dims
             call.output_dims = form.output_dims
             for index in form.copied_outputs:
-                z = call.outputs[index]
-                call.outputs[index] = z.expand(num_examples, *z.shape[1:]).clone()
-        call.outputs = [z if z.requires_grad else z.detach().requires_grad_() for z in call.outputs]
-        # The forward pass continues with copies, which it may overwrite.
-        outputs = iter([z.clone() for z in call.outputs])
+                z = outputs[index]
+                outputs[index] = z.expand(num_examples, *z.shape[1:])
+        # The forward pass continues with copies, which it may overwrite. The gradients are those at
+        # the copies: at the outputs themselves, they would include how other outputs of the same
+        # call depend on them, which is part of the call.
+        copies = [(z if z.requires_grad else z.detach().requires_grad_()).clone() for z in outputs]
+        call.outputs = list(map(LayerOutput.from_tensor, copies))
+        remaining_copies = iter(copies)
         returned_leaves = [
-            next(outputs) if replaced else leaf
+            next(remaining_copies) if replaced else leaf
             for leaf, replaced in zip(leaves, is_output, strict=True)
         ]
         return pytree.tree_unflatten(returned_leaves, structure)
@@ -257,7 +267,7 @@ class CallRecorder:
                 leaves=leaves,
                 structure=structure,
                 loops=self._loops,
-                outputs=[outputs],
+                outputs=[LayerOutput.from_tensor(outputs)],
                 dims=dims,
                 output_dims=[0],
             )

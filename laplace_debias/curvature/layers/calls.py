@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from laplace_debias.curvature.layer_rules import Block
+from laplace_debias.curvature.layers.layer_calls import LayerOutput
 from laplace_debias.curvature.network.calling import call, differentiable, quiet
 from laplace_debias.curvature.network.shared_copy import preserve_attributes
 from laplace_debias.system.memory import suppress_unsupported
@@ -39,7 +40,7 @@ class ModuleCall:
             for the network itself.
         structure: The structure of this tree.
         loops: The paths of modules that `vmap` cannot run; modules with which it fails are added.
-        outputs: The outputs that are floating-point tensors.
+        outputs: The outputs that are floating-point tensors, as the rest of the pass uses them.
         dims: For each leaf, the dimension of the examples, or None if all examples share it.
         output_dims: The dimension of the examples in each output.
     """
@@ -49,7 +50,7 @@ class ModuleCall:
     leaves: list[Any]
     structure: Any
     loops: set[str]
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[LayerOutput] = field(default_factory=list)
     dims: Sequence[int | None] = ()
     output_dims: Sequence[int | None] = ()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from laplace_debias.curvature.layer_rules import Block, Site
 from laplace_debias.curvature.layers.calls import ModuleCall, ReplayedCalls
 from laplace_debias.curvature.layers.gates import ungated_nodes
-from laplace_debias.curvature.layers.layer_calls import LayerCall, LayerOutput
+from laplace_debias.curvature.layers.layer_calls import LayerCall
 from laplace_debias.curvature.layers.records import BlockRecord
 from laplace_debias.curvature.layers.several_columns import (
     column_by_column,
@@ -125,7 +125,7 @@ class ForwardPass:
         # output.
         self._targets = {id(layer_call.z): layer_call.z for layer_call in layer_calls}
         for module_call in module_calls:
-            self._targets |= {id(z): LayerOutput.from_tensor(z) for z in module_call.outputs}
+            self._targets |= {id(z): z for z in module_call.outputs}
         total_bytes = sum(z.nbytes for z in self._targets.values())
         self.output_bytes = max(1, total_bytes // num_examples)
 
