@@ -475,14 +475,19 @@ def test_the_choice_is_marked_among_the_candidates():
     assert row["difference"] == 0
 
 
-def test_no_candidate_is_marked_if_none_is_the_choice():
+def test_the_choice_has_a_row_of_its_own_if_it_is_none_of_the_candidates():
     """The choice is the smallest prior precision that is tied with the lowest score."""
     model, x, y = problem(3.0, 1000, temperature=0.3)
     tuning = Laplace(model).fit([(x, y)]).tune([(x, y)], link="probit")
     (tempered,) = (row for row in tuning.compared if row["name"] == "probit, tempered")
     assert tempered["prior_precision"] > tuning.prior_precision
-    assert "*" not in str(tuning)
-    assert "Candidates compared with the choice; a positive difference is worse:" in str(tuning)
+    assert tempered["difference"] < 0
+    choice = tuning.compared[-1]
+    assert choice["name"] == "choice"
+    assert choice["prior_precision"] == tuning.prior_precision
+    assert choice["difference"] == choice["half_width"] == 0
+    (marked,) = (line for line in str(tuning).splitlines() if " *" in line)
+    assert marked.startswith("choice *")
 
 
 def test_it_says_why_the_alternative_that_looks_best_is_not_taken():

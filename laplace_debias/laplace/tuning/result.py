@@ -121,8 +121,8 @@ class Tuning:
         link: The link from logits to probabilities that was tuned along with the prior precision;
             None for the marginal likelihood and for a regression.
         alternatives: The network, temperature scaling, and every link at T = 1 and at its best T,
-            at its best prior precision of the grid. One of them is usually the choice itself. Empty
-            if no links were compared.
+            at its best prior precision of the grid. If none of them is the choice, the choice is
+            the last one. Empty if no links were compared.
     """
 
     prior_precision: float | list[float]
@@ -203,8 +203,8 @@ class Tuning:
         sentence = f"Prior precisions {values}."
         if high == max(row["prior_precision"] for row in self.table):
             sentence += (
-                " This includes the largest value tried, so on these data the best posterior "
-                "hardly differs from the network without parameter uncertainty."
+                " This includes the largest value tried, so these data cannot tell the chosen "
+                "posterior from a much narrower one."
             )
         return sentence
 
@@ -243,12 +243,8 @@ class Tuning:
         if self._flatness:
             lines.append(self._flatness)
         if self.alternatives:
-            compared = self.compared
-            mark = "" if compared.choice is None else " (*)"
-            lines.append(
-                f"Candidates compared with the choice{mark}; a positive difference is worse:"
-            )
-            lines.append(str(compared))
+            lines.append("Candidates compared with the choice (*); a positive difference is worse:")
+            lines.append(str(self.compared))
         return "\n".join([*lines, *self.notes])
 
     def __repr__(self) -> str:

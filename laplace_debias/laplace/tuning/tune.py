@@ -481,7 +481,10 @@ def _rows(table: GridMetrics, link: int, metric: str) -> list[Row]:
 
 
 def _alternatives(table: GridMetrics, choice: Setting) -> tuple[Alternative, ...]:
-    """Compare the choice with the network, temperature scaling and every link."""
+    """Compare the choice with the network, temperature scaling and every link.
+
+    If the choice is none of these at its best prior precision, it is added as "choice".
+    """
     network = _network_of(table)
     indices_by_formula = dict[str, list[int]]()
     for index, link in enumerate(table.links):
@@ -493,9 +496,14 @@ def _alternatives(table: GridMetrics, choice: Setting) -> tuple[Alternative, ...
     for formula, indices in indices_by_formula.items():
         candidates[formula] = (table, [table.links.index(Link(formula))])
         candidates[f"{formula}, tempered"] = (table, indices)
+    settings = {
+        name: (compared, compared.lowest(compared.points, links))
+        for name, (compared, links) in candidates.items()
+    }
+    if (table, choice) not in settings.values():
+        settings["choice"] = (table, choice)
     alternatives = []
-    for name, (compared, links) in candidates.items():
-        setting = compared.lowest(compared.points, links)
+    for name, (compared, setting) in settings.items():
         delta = compared.prior_precisions[setting.point]
         paired_error = float(table.standard_errors(compared.sums[setting] - table.sums[choice]))
         alternatives.append(
