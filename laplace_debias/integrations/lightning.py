@@ -53,7 +53,8 @@ class LaplaceCallback(Callback):
         laplace: The fitted posterior; None before the end of training.
         tuning: The result of `tune`, which explains the choice; None before the end of training, or
             without tuning.
-        path: The file to which the posterior was saved; None before the end of training.
+        path: The file to which the posterior was saved; None before the end of training, or with
+            `fast_dev_run`, which writes no files.
 
     Raises:
         ValueError: When training starts, if the module has no such network, there is no validation
@@ -116,6 +117,8 @@ class LaplaceCallback(Callback):
         # Set the attribute first, so that the posterior is not lost if saving fails.
         self.laplace = la
         self.tuning = result.tuning
+        if trainer.fast_dev_run:  # Lightning then writes no checkpoints either.
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         la.save(path)
         self.path = path

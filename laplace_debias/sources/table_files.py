@@ -52,8 +52,11 @@ def read_table(path: Path, text_columns: Sequence[str] = ()) -> Any:
     try:
         if path.suffix == ".csv":
             table = pandas.read_csv(path, dtype=types)
+            # `read_csv` renames repeated columns, so their names are read once more.
+            names = pandas.read_csv(path, header=None, nrows=1, dtype=str).iloc[0].dropna()
         else:
             table = pandas.read_parquet(path).astype(types)
+            names = table.columns
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not encoded in UTF-8 ({error}). Save it in UTF-8.") from error
     except Exception as error:
@@ -62,6 +65,12 @@ def read_table(path: Path, text_columns: Sequence[str] = ()) -> Any:
         ) from error
     if len(table) == 0:
         raise ValueError(f"{path} has no rows. Add at least one row.")
+    repeated = sorted(set(names[names.duplicated()]))
+    if repeated:
+        raise ValueError(
+            f"{path} has several columns with the same name: {', '.join(repeated)}. Give each "
+            "column its own name."
+        )
     table.columns = [str(name) for name in table.columns]
     separator = re.search(r"[;\t|]", table.columns[0])
     if path.suffix == ".csv" and table.shape[1] == 1 and separator is not None:

@@ -119,6 +119,17 @@ def test_lightning_makes_the_folder_of_the_posterior(lightning, tmp_path, unchec
     assert callback.tuning.prior_precision == float(callback.laplace.prior_precision)
 
 
+def test_lightning_writes_no_file_in_a_fast_dev_run(lightning, tmp_path, unchecked):
+    from laplace_debias.integrations.lightning import LaplaceCallback
+
+    callback = LaplaceCallback("classification", params="last_layer")
+    run = trainer(lightning, tmp_path, [callback], fast_dev_run=True)
+    run.fit(module(lightning, None), TRAIN, VALIDATION)
+    assert callback.laplace.num_data == len(TRAIN.dataset)
+    assert callback.path is None
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_lightning_keeps_a_posterior_that_cannot_be_saved(
     lightning, tmp_path, unchecked, monkeypatch
 ):

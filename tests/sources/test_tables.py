@@ -202,6 +202,13 @@ def test_files_that_are_no_tables(folder):
         load_on_cpu(data="t.csv", target="b")
 
 
+def test_a_table_with_columns_of_the_same_name_is_refused(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("a,b,a,,\n1,2,3,4,5\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"several columns with the same name: a\. Give each"):
+        read_table(path)
+
+
 @pytest.mark.parametrize("separator", [";", "\t", "|"])
 def test_a_table_without_commas_is_refused_with_its_separator(tmp_path, separator):
     table().to_csv(tmp_path / "t.csv", sep=separator, index=False)
