@@ -117,7 +117,8 @@ class LaplaceCallback(Callback):
         # Set the attribute first, so that the posterior is not lost if saving fails.
         self.laplace = la
         self.tuning = result.tuning
-        if trainer.fast_dev_run:  # Lightning then writes no checkpoints either.
+        untyped_trainer: Any = trainer  # Lightning sets `fast_dev_run` without declaring it.
+        if untyped_trainer.fast_dev_run:  # There are no checkpoints either.
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         la.save(path)
