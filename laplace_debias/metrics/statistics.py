@@ -255,13 +255,18 @@ class FalseAlarmRate(Area):
         num_rows = len(ordered)
         size = self._num_ood(level)
         fewest_below, most_below = quantile_rank_limits(self.share_missed, size, level)
+        # Several rows may count as one independent row.
+        upper_rank = min(num_rows, math.ceil((most_below + 1) * num_rows / size))
+        lowest_rate = self._rate_at(ordered[upper_rank - 1])
         highest_rate = 1.0
         if fewest_below > 0:
-            rank = fewest_below * num_rows // size
-            highest_rate = (self.scores_id >= ordered[rank - 1]).double().mean().item()
-        rank = min(num_rows, -(-(most_below + 1) * num_rows // size))
-        lowest_rate = (self.scores_id >= ordered[rank - 1]).double().mean().item()
+            lower_rank = fewest_below * num_rows // size
+            highest_rate = self._rate_at(ordered[lower_rank - 1])
         return min(lowest_rate, self.value), max(highest_rate, self.value)
+
+    def _rate_at(self, threshold: Tensor) -> float:
+        """Return the fraction of ID rows whose score is at least a threshold."""
+        return (self.scores_id >= threshold).double().mean().item()
 
 
 def with_examples(
