@@ -96,6 +96,20 @@ def test_a_best_at_the_end_of_the_grid_is_told(slope, end, word):
     assert f"The best value is the {word} that was tried, {end:.3g}." in tuning.message
 
 
+def test_a_posterior_that_is_no_better_than_the_network_needs_no_larger_prior_precision():
+    """The network is calibrated, and the posterior of eight examples is much too wide."""
+    model, x, y = problem(1.0, 1000)
+    la = Laplace(model).fit([(x[:8], y[:8])])
+    tuning = la.tune([(x, y)])
+    assert tuning.prior_precision == pytest.approx(1e8)
+    (note,) = tuning.notes
+    assert "scores no better than the network" in note
+    assert "grid=" not in note
+    # Among smaller ones, the largest is better than the others, but not as good as the network.
+    note, *_ = la.tune([(x, y)], grid=[0.1, 1.0]).notes
+    assert "grid=[1.0e+01" in note
+
+
 @pytest.mark.parametrize(
     ("temperature", "scale", "end"),
     [

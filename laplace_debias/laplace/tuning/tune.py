@@ -551,6 +551,12 @@ def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
             f"again with smaller ones{at_this_noise}: grid=[{grid}] in Python, or the command "
             f"laplace-debias tune with --prior_precisions {grid}."
         )
+    elif point == table.points[-1] and _scores_like_network(table):
+        yield (
+            f"The best value is the largest that was tried, {delta:.3g}, at which the posterior "
+            "scores no better than the network. Larger values would not help. Predict with the "
+            'method "map", which has no uncertainty of the parameters.'
+        )
     elif point == table.points[-1]:
         grid = f"{delta * 10:.1e},{delta * 100:.1e},{delta * 1000:.1e}"
         yield (
@@ -559,6 +565,17 @@ def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
             f"laplace-debias tune with --prior_precisions {grid}. Or predict with the method "
             '"map", which has no uncertainty of the parameters.'
         )
+
+
+def _scores_like_network(table: GridMetrics) -> bool:
+    """Whether the lowest score is that of the network, up to a tie; False without such a score."""
+    if table.network is None:
+        return False
+    network = table.network.lowest(table.network.points, range(len(table.network.links)))
+    lowest = table.lowest(table.points, range(len(table.links)))
+    difference = float(table.network.values[network] - table.values[lowest])
+    standard_error = float(table.standard_errors(table.sums[lowest]))
+    return abs(difference) <= TIE_IN_STANDARD_ERRORS * standard_error
 
 
 def _notes_on_temperature_ends(link: Link) -> Iterator[str]:
