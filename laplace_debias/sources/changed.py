@@ -9,6 +9,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from laplace_debias.curvature.data.batches import Batches
+from laplace_debias.sources.corruptions import corrupt
 from laplace_debias.sources.pixels import Pixels
 from laplace_debias.sources.splits import Examples
 
@@ -53,9 +54,6 @@ class Corruption:
 
     def __call__(self, x: Float[Tensor, "batch channels height width"], offset: int) -> Tensor:
         """Corrupt a batch of images, the first of which has the index `offset`."""
-        # SciPy's image filters are imported here, because most commands do not need them.
-        from laplace_debias.sources.corruptions import corrupt
-
         corrupted = self._kept.get(offset)
         if corrupted is None or len(corrupted) != len(x):
             pixels = self._pixels.pixels(x)

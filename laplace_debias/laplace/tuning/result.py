@@ -203,8 +203,8 @@ class Tuning:
         sentence = f"Prior precisions {values}."
         if high == max(row["prior_precision"] for row in self.table):
             sentence += (
-                " This includes the largest value tried, so these data cannot tell the chosen "
-                "posterior from a much narrower one."
+                " This includes the largest value tried, so these data do not distinguish the "
+                "chosen posterior from a much narrower one."
             )
         return sentence
 
