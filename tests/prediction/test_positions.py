@@ -116,8 +116,12 @@ def test_every_likelihood_counts_examples(likelihood):
     )
     assert single.keys() == repeated.keys()
     fractions = {"accuracy", "exact_match"} & set(single)
-    # This fraction depends on a threshold, whose uncertainty is part of its interval.
-    assert ends(repeated["fpr95_far"]) == pytest.approx(ends(single["fpr95_far"]), abs=0.03)
+    # Its interval depends on how often rows are repeated, as that of other fractions.
+    value, low, high = ends(repeated["fpr95_far"])
+    expected_value, expected_low, expected_high = ends(single["fpr95_far"])
+    assert value == pytest.approx(expected_value)
+    assert low <= expected_low + 1e-9
+    assert high >= expected_high - 1e-9
     for name in set(single) - fractions - {"fpr95_far", "aurc", "smooth_ece", "ece_equal_mass"}:
         assert ends(repeated[name]) == pytest.approx(ends(single[name]), nan_ok=True), name
     for name in fractions:
