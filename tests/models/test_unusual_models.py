@@ -1,17 +1,18 @@
 """Unusual models have the correct curvature, or raise an error that states the reason."""
 
+import copy
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import dense_ggn, dense_jacobian
+from networks import dense_ggn, dense_hessian, dense_jacobian
 from oracle import flat_jacobian, functional_covariance, ggn_block
 from torch import nn
 
 from laplace_debias import Categorical, Laplace
-from laplace_debias.curvature import GGN
+from laplace_debias.curvature import GGN, Hessian
 
 
 def examples(number=12):
@@ -852,3 +853,55 @@ def test_a_model_that_was_created_in_inference_mode_is_fitted_as_any_other(mode,
     model[0].weight.data.mul_(2)
     with pytest.raises(RuntimeError, match=r"changed since the fit"):
         la.predict(x)
+
+
+# --------------------------------------------------------- values kept between forward passes
+
+
+class Scale(nn.Module):
+    """A scale that is computed in the first forward pass, and kept for later ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.root = nn.Parameter(torch.tensor([1.0, 2.0, 0.5]))
+        self.kept = {}
+
+    def forward(self, x):
+        if "scale" not in self.kept:
+            self.kept["scale"] = self.root.square()
+        return self.kept["scale"] * x
+
+
+class Student(nn.Module):
+    """A layer whose copies do not contain its teacher."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Linear(4, 3).requires_grad_(False)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def __deepcopy__(self, memo):
+        copied = Student()
+        del copied.teacher
+        copied.layer = copy.deepcopy(self.layer, memo)
+        return copied
+
+
+@pytest.mark.parametrize("operator", [GGN, Hessian])
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(4, 3), Student])
+def test_operators_ignore_values_that_a_module_keeps(layer, operator):
+    """They are kept by the user's model, or by its copy, which may lack submodules."""
+    torch.manual_seed(0)
+    model = nn.Sequential(layer(), Scale()).double().eval()
+    x, y = examples()
+    x = x.double()
+    loss = nn.CrossEntropyLoss()
+    params = ["1.root"]
+    dense = dense_ggn if operator is GGN else dense_hessian
+    expected = dense(model, loss, x, y, params)
+    model[1].kept.clear()
+    model(x)
+    torch.testing.assert_close(operator(model, loss, [(x, y)], params=params).to_dense(), expected)

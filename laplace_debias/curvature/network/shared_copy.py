@@ -47,8 +47,11 @@ def shared_copy(model: nn.Module) -> nn.Module:
             "copy, so that your model is not changed. Remove non-leaf tensors, locks and open "
             "files from the module's attributes, or implement `__deepcopy__`."
         ) from error
-    for module, copied in zip(model.modules(), copied_model.modules(), strict=False):
-        _adapt_copy(module, copied, memo)
+    # A module's own `__deepcopy__` may leave out submodules, so modules are matched by name.
+    originals = dict(model.named_modules(remove_duplicate=False))
+    for name, copied in copied_model.named_modules():
+        if name in originals:
+            _adapt_copy(originals[name], copied, memo)
     keep_differentiable(copied_model)
     recompute_weights(copied_model)
     return copied_model.eval()

@@ -27,7 +27,12 @@ from laplace_debias.curvature.network.selection import (
     select_parameters,
 )
 from laplace_debias.curvature.network.sharded import has_units
-from laplace_debias.curvature.network.shared_copy import refuse_calls, shared_copy
+from laplace_debias.curvature.network.shared_copy import (
+    are_constant,
+    preserve_attributes,
+    refuse_calls,
+    shared_copy,
+)
 from laplace_debias.curvature.network.unwrapping import plain_names, unwrapped
 from laplace_debias.curvature.network.validation import validate_model
 from laplace_debias.curvature.network.widening import widened
@@ -108,6 +113,8 @@ class Network:
         self._fixed_names = tuple(name for name in copies if name not in self.names)
         self.fixed = tuple(copies[name] for name in self._fixed_names)
         self._call = _Call(model)
+        modules = list(model.modules())
+        self._changing_modules = [] if are_constant(modules) else modules
         self.differentiable = partial(differentiable, model)
 
     @property
@@ -156,7 +163,9 @@ class Network:
         names = (*self.names, *self._fixed_names)
         values = (*parameters, *(self.fixed if fixed is None else fixed))
         state = {f"model.{name}": value for name, value in zip(names, values, strict=True)}
-        return functional_call(self._call, state, (inputs,))
+        # A value that a module keeps between passes would be a constant in the next one.
+        with preserve_attributes(self._changing_modules):
+            return functional_call(self._call, state, (inputs,))
 
     def first_outputs(self, inputs: Inputs, size: int) -> Tensor:
         """Compute the outputs for a batch, and check that they are repeatable and finite."""
