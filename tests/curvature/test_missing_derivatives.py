@@ -184,6 +184,37 @@ class WithHiddenTanh(nn.Sequential):
         return self[1](HiddenTanh.apply(self[0](x)))
 
 
+class Recomputed(torch.autograd.Function):
+    """A layer that is called again in the backward pass, as by torchdiffeq's `odeint_adjoint`."""
+
+    @staticmethod
+    def forward(ctx, x, layer, *parameters):
+        """Call the layer."""
+        ctx.layer = layer
+        ctx.save_for_backward(x, *parameters)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        """Call the layer again, and differentiate it by the parameters that were passed."""
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            outputs = ctx.layer(x)
+            _, *gradients = torch.autograd.grad(
+                outputs, (x, *parameters), gradient, materialize_grads=True
+            )
+        return None, None, *gradients
+
+
+class WithRecomputedLayer(nn.Sequential):
+    """A network whose backward pass calls the first layer again."""
+
+    def forward(self, x):
+        """Shape `[B, 2]`."""
+        return self[1](Recomputed.apply(x, self[0], *self[0].parameters()).tanh())
+
+
 class OwnTanh(torch.autograd.Function):
     """A Tanh whose backward pass torch can differentiate, although it cannot be recorded."""
 
@@ -231,6 +262,19 @@ def test_a_backward_pass_that_hides_its_operations_is_refused(operator):
     assert la.predict(inputs()).probs.isfinite().all()
     with pytest.raises(NotImplementedError, match=r"second derivatives.*use Laplace or KFAC"):
         la.predict(inputs(), "glm-mc")
+
+
+@pytest.mark.parametrize("operator", [GGN, Hessian])
+def test_a_backward_pass_that_calls_a_layer_again_is_refused(operator):
+    """Otherwise, the curvature of the layer would be zero."""
+    model = WithRecomputedLayer(nn.Linear(3, 4), nn.Linear(4, 2)).double().eval()
+    data = [(inputs(), LABELS)]
+    matrix = operator(model, LOSS, data)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="calls one of its layers again"):
+            matrix @ torch.ones(26, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match=r"other paths, for example.*odeint_adjoint"):
+        Laplace(model).fit(data)
 
 
 class Branching(nn.Module):

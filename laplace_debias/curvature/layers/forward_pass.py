@@ -246,9 +246,10 @@ class ForwardPass:
         for layer_call in self.layer_calls:
             if layer_call.site == skipped:
                 targets.pop(id(layer_call.z), None)
+        targets = {target: z for target, z in targets.items() if z.edge is not None}
         if not tensor.requires_grad or not targets:
             return {}
-        edges = [z.edge for z in targets.values() if z.edge is not None]
+        edges = [z.edge for z in targets.values()]
         differentiate = partial(torch.autograd.grad, tensor, edges, allow_unused=True)
         with quiet():
             gradients: Sequence[Tensor | None]

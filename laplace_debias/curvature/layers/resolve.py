@@ -245,7 +245,9 @@ def _different(
             if math.isfinite(norm) and not deviation <= allowed:
                 wrong[block] = NotImplementedError(
                     f"The outputs depend on {list(block.parameters)} not only through "
-                    f"{block.site}, but also through other paths."
+                    f"{block.site}, but also through other paths, for example through a "
+                    "`torch.autograd.Function` that takes them as inputs, such as torchdiffeq's "
+                    "`odeint_adjoint` (replace it by `odeint`)."
                 )
     return wrong
 

@@ -21,6 +21,9 @@ from laplace_debias.system.memory import is_out_of_memory, suppress_unsupported
 from laplace_debias.system.threads import FORWARD_MODE
 
 _NEEDS_SECOND_DERIVATIVES = 'Operators and `method="glm-mc"` need second derivatives of the model'
+_TOLERANCE = 1e-2
+"""The largest relative error of derivatives. It is wide, because matrix products on an accelerator
+may have reduced precision."""
 _REMEDY = "Replace this operation, or use Laplace or KFAC, which need only first derivatives."
 
 
@@ -104,7 +107,7 @@ class Lineariser:
         if program is not None:
             return _evaluate(program, points, network.state)
         linearisation = self._by_reverse(inputs)
-        self._check_second_derivatives(linearisation)
+        self._check_graphs(linearisation, inputs)
         return linearisation
 
     def _by_reverse(self, inputs: Inputs) -> Linearisation:
@@ -130,7 +133,7 @@ class Lineariser:
         network = self._network
         if not self._has_checked_graphs:
             # The Hessian itself may consist of rounding errors if the network is confident.
-            self._check_second_derivatives(self._by_reverse(inputs))
+            self._check_graphs(self._by_reverse(inputs), inputs)
         with torch.enable_grad(), network.differentiable():
             leaves = tuple(p.detach().requires_grad_() for p in network.parameters)
             outputs = network.outputs(leaves, inputs)
@@ -140,11 +143,26 @@ class Lineariser:
         num_bytes = _graph_bytes(gradient, network.state)
         return Linearisation(outputs.detach(), (hessian,), num_bytes)
 
-    def _check_second_derivatives(self, linearisation: Linearisation) -> None:
-        """Check the second derivatives of the first linearisation by graphs."""
-        if not self._has_checked_graphs:
-            check_second_derivatives(linearisation, self._network.parameters)
-            self._has_checked_graphs = True
+    def _check_graphs(self, linearisation: Linearisation, inputs: Inputs) -> None:
+        """Check the first and second derivatives of the first linearisation by graphs."""
+        if self._has_checked_graphs:
+            return
+        network = self._network
+        check_second_derivatives(linearisation, network.parameters)
+        generator = torch.Generator(network.device).manual_seed(0)
+        (cotangents,) = _drawn_like([linearisation.outputs], generator)
+        expected = network.module_gradients(inputs, cotangents)
+        gradient = linearisation.adjoint([cotangents], batched=False)
+        errors = [g - e for g, e in zip(gradient, expected, strict=True)]
+        # A backward pass that calls the model again does not see the parameters of the graph, so
+        # their derivatives would be zero.
+        if _product(errors, errors) > _TOLERANCE**2 * _product(expected, expected):
+            raise NotImplementedError(
+                "A backward pass of the model calls one of its layers again, as in torchdiffeq's "
+                "`odeint_adjoint`, so derivatives with respect to its parameters are missing. "
+                "Replace this operation, for example by `odeint`."
+            )
+        self._has_checked_graphs = True
 
     def _recorded_hessian(
         self, loss: OutputLoss, inputs: Inputs, labels: Labels
@@ -289,9 +307,8 @@ def check_second_derivatives(linearisation: Linearisation, parameters: Tensors) 
     automatic differentiation. torch then takes the missing derivatives as zero, without an error.
     """
     error = _adjoint_error(linearisation.jacobian, linearisation.adjoint, parameters)
-    # The tolerance is wide because matrix products on an accelerator may have reduced precision.
     # Products that are NaN are reported where they are used.
-    if error > 1e-2:
+    if error > _TOLERANCE:
         raise NotImplementedError(
             f"{_NEEDS_SECOND_DERIVATIVES}, but those of torch are wrong for one of the model's "
             "operations. It may be a `torch.autograd.Function` whose backward pass torch cannot "
@@ -307,23 +324,22 @@ def are_adjoint(push: LinearMap, pull: LinearMap, parameters: Tensors) -> bool:
 def _adjoint_error(push: LinearMap, pull: LinearMap, parameters: Tensors) -> float:
     """Measure with random vectors how far two linear maps are from being adjoint, relatively."""
     generator = torch.Generator(parameters[0].device).manual_seed(0)
-
-    def drawn_like(tensors: Tensors) -> Tensors:
-        return [
-            torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-            for x in tensors
-        ]
-
-    v = drawn_like(parameters)
+    v = _drawn_like(parameters, generator)
     pushed = push(v, batched=False)
     # u is drawn, because the pushed vector itself is zero where a derivative is missing.
-    u = drawn_like(pushed)
+    u = _drawn_like(pushed, generator)
     pulled = pull(u, batched=False)
     # For adjoint maps, ⟨push v, u⟩ = ⟨v, pull u⟩. The standard deviation of each product is the
     # norm of the factor that is not drawn.
     scale = max(_product(pushed, pushed), _product(pulled, pulled)) ** 0.5
     difference = abs(_product(pushed, u) - _product(pulled, v))
     return difference / scale if scale > 0 else difference
+
+
+def _drawn_like(tensors: Tensors, generator: torch.Generator) -> Tensors:
+    return [
+        torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device) for x in tensors
+    ]
 
 
 def _product(x: Tensors, y: Tensors) -> float:

@@ -31,6 +31,7 @@ from laplace_debias.curvature.network.shared_copy import (
     are_constant,
     preserve_attributes,
     refuse_calls,
+    requiring_grad,
     shared_copy,
 )
 from laplace_debias.curvature.network.unwrapping import plain_names, unwrapped
@@ -166,6 +167,22 @@ class Network:
         # A value that a module keeps between passes would be a constant in the next one.
         with preserve_attributes(self._changing_modules):
             return functional_call(self._call, state, (inputs,))
+
+    def module_gradients(self, inputs: Inputs, cotangents: Tensor) -> tuple[Tensor, ...]:
+        """Multiply the transposed Jacobian by cotangents, with the parameters of the module itself.
+
+        Unlike in `outputs`, the module also has these parameters during the backward pass.
+        """
+        parameters = [self._call.model.get_parameter(name) for name in self.names]
+        with (
+            preserve_attributes(self._changing_modules),
+            self.differentiable(),
+            requiring_grad(parameters),
+            torch.enable_grad(),
+        ):
+            return torch.autograd.grad(
+                self._call(inputs), parameters, cotangents, materialize_grads=True
+            )
 
     def first_outputs(self, inputs: Inputs, size: int) -> Tensor:
         """Compute the outputs for a batch, and check that they are repeatable and finite."""
