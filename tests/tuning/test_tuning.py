@@ -110,6 +110,17 @@ def test_a_posterior_that_is_no_better_than_the_network_needs_no_larger_prior_pr
     assert "grid=[1.0e+01" in note
 
 
+def test_a_default_link_is_compared_with_the_network_at_its_temperature():
+    """With few examples, a better temperature is not chosen, so it does not matter here."""
+    model, x, y = problem(1.0, 1000)
+    la = Laplace(model).fit([(x[:8], y[:8])])
+    correct = (y == model(x).argmax(1)).nonzero()[:90, 0]
+    tuning = la.tune([(x[correct], y[correct])])
+    assert tuning.prior_precision == pytest.approx(1e8)
+    assert tuning.link.temperature == 1
+    assert "scores no better than the network" in tuning.notes[0]
+
+
 @pytest.mark.parametrize(
     ("temperature", "scale", "end"),
     [

@@ -527,7 +527,7 @@ def _notes(
     num_points = len(table.points)
     is_flat = table.has_errors and len(choice.flat) == num_points
     if num_points > 1 and not is_flat:
-        yield from _notes_on_grid_ends(table, point)
+        yield from _notes_on_grid_ends(table, choice.setting)
     if len(table.links) > 1:
         yield from _notes_on_temperature_ends(table.links[link])
     if point > 0 and not table.values[point - 1, link].isfinite():
@@ -540,8 +540,9 @@ def _notes(
         yield from _notes_on_lower_scores(table, choice.setting, alternatives)
 
 
-def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
+def _notes_on_grid_ends(table: GridMetrics, choice: Setting) -> Iterator[str]:
     """Explain that the best prior precision is the first or the last value of the grid."""
+    point = choice.point
     delta = table.prior_precisions[point]
     at_this_noise = "" if table.sigma_factors is None else ", at the present sigma"
     if point == 0:
@@ -551,7 +552,7 @@ def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
             f"again with smaller ones{at_this_noise}: grid=[{grid}] in Python, or the command "
             f"laplace-debias tune with --prior_precisions {grid}."
         )
-    elif point == table.points[-1] and _scores_like_network(table):
+    elif point == table.points[-1] and _scores_like_network(table, choice):
         yield (
             f"The best value is the largest that was tried, {delta:.3g}, at which the posterior "
             "scores no better than the network. Larger values would not help. Predict with the "
@@ -567,15 +568,18 @@ def _notes_on_grid_ends(table: GridMetrics, point: int) -> Iterator[str]:
         )
 
 
-def _scores_like_network(table: GridMetrics) -> bool:
-    """Whether the lowest score is that of the network, up to a tie; False without such a score."""
+def _scores_like_network(table: GridMetrics, choice: Setting) -> bool:
+    """Whether the network has the score of the choice, up to a tie, at the same temperature."""
     if table.network is None:
         return False
-    network = table.network.lowest(table.network.points, range(len(table.network.links)))
-    lowest = table.lowest(table.points, range(len(table.links)))
-    difference = float(table.network.values[network] - table.values[lowest])
-    standard_error = float(table.standard_errors(table.sums[lowest]))
-    return abs(difference) <= TIE_IN_STANDARD_ERRORS * standard_error
+    temperature = table.links[choice.link].temperature
+    standard_error = float(table.standard_errors(table.sums[choice]))
+    return any(
+        abs(float(table.network.values[0, index] - table.values[choice]))
+        <= TIE_IN_STANDARD_ERRORS * standard_error
+        for index, link in enumerate(table.network.links)
+        if link.temperature == temperature
+    )
 
 
 def _notes_on_temperature_ends(link: Link) -> Iterator[str]:
