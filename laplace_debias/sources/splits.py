@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 from laplace_debias.curvature.data.batches import Batches, total_size
 from laplace_debias.curvature.data.dataset_size import dataset_size
+from laplace_debias.curvature.data.shards import reading_options
 from laplace_debias.curvature.losses.likelihoods import Likelihood
 from laplace_debias.sources.image_files import View
 from laplace_debias.sources.pixels import Pixels
@@ -217,7 +218,7 @@ def batches_of(
         if not _is_reorderable(examples):
             return _batches_of_user(examples, settings, limit, name)
         dataset = examples.dataset
-        options = {"collate_fn": examples.collate_fn, "worker_init_fn": examples.worker_init_fn}
+        options = reading_options(examples)
         size = size or examples.batch_size
         workers = workers or examples.num_workers
     elif not (hasattr(examples, "__getitem__") and isinstance(examples, Dataset)):

@@ -6,7 +6,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from laplace_debias.curvature.data.batch_reader import BatchReader
+from laplace_debias.curvature.data.shards import with_batches
 from laplace_debias.sources import shares
+from laplace_debias.sources.settings import SourceSettings
+from laplace_debias.sources.splits import batches_of
 from laplace_debias.system.ranks import Ranks
 
 X = torch.arange(11.0).view(-1, 1)
@@ -77,3 +80,29 @@ def test_whole_batches_are_dealt_out_with_their_places(name, num_ranks, monkeypa
         assert batch.targets.equal(y)
         first_index += len(y)
     assert sum(map(len, dealt)) == number + 1
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+@pytest.mark.parametrize(
+    "remade",
+    [
+        lambda loader: with_batches(loader, DATA, [[0, 1], [2]]),
+        lambda loader: batches_of(loader, SourceSettings(model="a:b"))[0],
+    ],
+    ids=["other batches", "the command line"],
+)
+def test_a_loader_that_is_made_anew_reads_like_the_users_loader(remade):
+    options = {
+        "num_workers": 1,
+        "collate_fn": list,
+        "pin_memory": True,
+        "timeout": 60,
+        "worker_init_fn": print,
+        "multiprocessing_context": "spawn",
+        "prefetch_factor": 3,
+        "persistent_workers": True,
+    }
+    loader = DataLoader(DATA, batch_size=4, **options)
+    remade_loader = remade(loader)
+    for name in options:
+        assert getattr(remade_loader, name) == getattr(loader, name), name

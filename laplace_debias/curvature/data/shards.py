@@ -135,13 +135,26 @@ def with_batches(loader: Any, dataset: Any, batch_sampler: Any) -> DataLoader[An
         dataset,
         batch_sampler=batch_sampler,
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
         generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
+        **reading_options(loader),
     )
+
+
+def reading_options(loader: Any) -> dict[str, Any]:
+    """Return the arguments with which a loader reads, collates and transfers its examples.
+
+    `in_order` is not among them, because the positions of examples are only known if batches come
+    in order.
+    """
+    return {
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
 
 
 def first_indices_of_stream(ranks: Ranks, stream: Stream) -> list[int] | None:
