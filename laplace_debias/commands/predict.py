@@ -62,8 +62,9 @@ class Settings(SourceSettings):
 def run(settings: Settings) -> Any:
     """Predict, write the table, and return it as a pandas data frame.
 
-    The columns are `name` (the path of an image in a folder) or `row` (the index of the input, from
-    0); the `label` or `target` of test data; and
+    The columns are `name` (the path of an image in the folder of `inputs`) or `row` (the index of
+    the input, from 0); for test images in a folder, `name` (the path in the folder of `data`); the
+    `label` or `target` of test data; and
 
     - for classification, `prediction`, `probability_CLASS` and `entropy` (nats); for one logit,
       `probability` and `entropy`; for several labels, `probability_NUMBER` and `entropy`. These are
@@ -79,6 +80,7 @@ def run(settings: Settings) -> Any:
     from laplace_debias.assessment.prediction_table import prediction_columns
     from laplace_debias.report.tables import not_a_formula
     from laplace_debias.sources import load
+    from laplace_debias.sources.image_files import files_of
     from laplace_debias.sources.splits import batches_of
     from laplace_debias.system.files import written_atomically
     from laplace_debias.system.ranks import process_group
@@ -108,7 +110,12 @@ def run(settings: Settings) -> Any:
         has_targets=settings.inputs is None,
         progress=settings.progress,
     )
-    first = {"row": range(len(next(iter(columns.values()))))} if names is None else {"name": names}
+    first: dict[str, Any] = {"row": range(len(next(iter(columns.values()))))}
+    files = files_of(batches)
+    if names is not None:
+        first = {"name": names}
+    elif files is not None:
+        first["name"] = [str(file.relative_to(str(settings.data))) for file, _ in files]
     table = pandas.DataFrame({**first, **columns})
     if process_group().rank > 0:
         return table

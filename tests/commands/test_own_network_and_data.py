@@ -79,6 +79,9 @@ def test_a_whole_session_on_images(folder, capsys):
     table = pandas.read_parquet("test.parquet")
     assert table["label"].tolist() == [name for name in user_files.CLASSES for _ in range(3)]
     assert table["row"].tolist() == list(range(9))
+    assert table["name"].tolist() == [
+        f"test/{name}/{n}.png" for name in user_files.CLASSES for n in range(3)
+    ]
     predicted_labels = (
         table[[f"probability_{name}" for name in user_files.CLASSES]].to_numpy().argmax(1)
     )
