@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
+from laplace_debias.assessment.temperature import BOUNDS
 from laplace_debias.runs.records import (
     DifferenceRow,
     Measurements,
@@ -59,7 +60,12 @@ def conclude(record: RunRecord, measurements: Measurements) -> list[str]:
         ]
     else:
         best_method = verdict.best_method
-        sentences = [verdict.on_network(), *verdict.remedy(), *verdict.on_shifts(best_method)]
+        sentences = [
+            verdict.on_network(),
+            *verdict.remedy(),
+            *verdict.on_temperatures(),
+            *verdict.on_shifts(best_method),
+        ]
     return [*sentences, *verdict.on_ood_sets()]
 
 
@@ -74,8 +80,14 @@ class _Verdict:
     def __init__(self, record: RunRecord, measurements: Measurements) -> None:
         self._record = record
         self._network = record.network.key
+        # A temperature at the lower limit is not an optimum, so the method is not judged.
+        self._without_optimum = [
+            method.key for method in record.methods if method.temperature == BOUNDS[0]
+        ]
         # The first method is the network itself.
-        self._alternatives = [method.key for method in record.methods[1:]]
+        self._alternatives = [
+            method.key for method in record.methods[1:] if method.key not in self._without_optimum
+        ]
         self._labels = {method.key: f"“{method.label}”" for method in record.methods}
         self._labels[self._network] = "the network"
         self._has_numbers = record.has_numbers
@@ -311,6 +323,8 @@ class _Verdict:
     def remedy(self) -> list[str]:
         """Describe the best method, and how the other methods compare with it."""
         if not self._alternatives:
+            if self._without_optimum:
+                return []
             return ["Only the network was evaluated. Add a method to compare it with."]
         best = self.best_method
         if best is None:
@@ -334,6 +348,17 @@ class _Verdict:
             f"lowers {_amounts(better)}{unchanged}.{confidence}"
         )
         return [advice, *self._on_alternatives(best)]
+
+    def on_temperatures(self) -> list[str]:
+        """Explain why a method has no optimal temperature."""
+        inputs = f"{self._record.input_name}s"
+        return [
+            f"{self._labels[key]} has no optimum. The network predicts all validation {inputs} "
+            "correctly, so every smaller temperature has a lower NLL, and the search ended at its "
+            f"lower limit, {BOUNDS[0]:g}. Use more validation {inputs}, of all classes, on which "
+            "the network was not trained."
+            for key in self._without_optimum
+        ]
 
     def _on_alternatives(self, reference: str) -> list[str]:
         """Compare the methods that are not recommended with the recommended method."""

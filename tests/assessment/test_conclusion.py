@@ -10,6 +10,7 @@ from laplace_debias.assessment.conclusion import conclude
 from laplace_debias.assessment.measures import Comparison, recommended
 from laplace_debias.assessment.methods import Method, PosteriorChoice
 from laplace_debias.assessment.posteriors import training_record
+from laplace_debias.assessment.temperature import fit_temperature
 from laplace_debias.commands.compared import _cell
 from laplace_debias.curvature.losses.likelihoods import (
     Categorical,
@@ -217,6 +218,25 @@ def test_a_temperature_from_few_examples_raises_no_doubts(num_validation, has_do
     training = trained(accuracy=0, num_examples=19)
     sentences = verdict(tables, 1000.0, training=training, num_validation=num_validation)
     assert sentences[0].startswith(CHECKS) == has_doubts
+
+
+@pytest.mark.parametrize("others", [{}, {"laplace": 1}])
+def test_a_temperature_without_an_optimum_is_not_recommended(others):
+    logits = 5 * torch.eye(CLASSES)[torch.arange(N) % CLASSES].double()
+    labels = logits.argmax(1)
+    temperature = fit_temperature(logits, labels, "classification")
+    factors = {"network": 1, "temperature": 1 / temperature, **others}
+    tables = {(key, "test"): table_of(factor * logits, labels) for key, factor in factors.items()}
+    sentences = verdict(tables, temperature, training=trained())
+    assert not any(sentence.startswith("Use") for sentence in sentences)
+    assert not any(sentence.startswith("Only the network") for sentence in sentences)
+    assert any(
+        sentence.startswith(
+            "“Temperature” has no optimum. The network predicts all validation images correctly"
+        )
+        for sentence in sentences
+    )
+    assert " ".join(sentences).count("“Temperature”") == 1
 
 
 def test_classes_in_another_order_are_named_first():
