@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> str:
     )
     parser.add_argument("--problems", default=",".join(PROBLEMS), help="names, separated by commas")
     parser.add_argument("--seeds", type=int, default=5, help="number; 0 only makes the tables")
-    parser.add_argument("--first_seed", type=int, default=0, help="the first seed")
+    parser.add_argument(
+        "--first_seed", type=int, default=0, help="the first seed; give a folder of its own"
+    )
     parser.add_argument(
         "--networks_only", action="store_true", help="no posteriors; write a separate file"
     )

@@ -178,8 +178,8 @@ def area_interval(
 def quantile_rank_limits(share: float, size: int, level: float) -> tuple[int, int]:
     """Return limits of the number of independent draws that lie below a quantile.
 
-    The number has a binomial distribution, whatever the distribution of the draws. It lies between
-    the limits, or equals one of them, with a probability of at least `level`.
+    The number has a binomial distribution for every continuous distribution of the draws. It lies
+    between the limits, or equals one of them, with a probability of at least `level`.
 
     Args:
         share: The probability that a draw lies below the quantile.
@@ -190,33 +190,29 @@ def quantile_rank_limits(share: float, size: int, level: float) -> tuple[int, in
     from scipy.special import bdtr
 
     counts = torch.arange(size + 1, dtype=torch.float64)
-    probabilities = torch.from_numpy(bdtr(counts.numpy(), size, share))  # of at most each count
+    at_most_probability = torch.from_numpy(bdtr(counts.numpy(), size, share))
     tail = (1 - level) / 2
-    lowest = int((probabilities < tail).sum())
-    highest = int((probabilities < 1 - tail).sum())
+    lowest = int((at_most_probability < tail).sum())
+    highest = int((at_most_probability < 1 - tail).sum())
     return lowest, highest
 
 
-def combined_interval(
-    value: float, *intervals: tuple[float, float], limits: tuple[float, float]
-) -> tuple[float, float]:
-    """Combine intervals that account for independent causes of the error of the same value.
+def combined_interval(share: float, *intervals: tuple[float, float]) -> tuple[float, float]:
+    """Combine intervals for a fraction that account for independent causes of its error.
 
-    The squared distances from the value to the ends add up, as variances do.
+    The squared distances from the fraction to the ends add up, as variances do.
 
     Args:
-        value: The value.
-        intervals: The intervals; each contains the value.
-        limits: The range of the quantity, which the interval does not leave.
+        share: The fraction.
+        intervals: The intervals; each contains the fraction.
 
     Reference:
         Zou, Donner. Construction of confidence limits about effect measures: a general approach.
         Statistics in Medicine, 2008.
     """
-    below = math.hypot(*(value - low for low, _ in intervals))
-    above = math.hypot(*(high - value for _, high in intervals))
-    lowest, highest = limits
-    return max(lowest, value - below), min(highest, value + above)
+    below = math.hypot(*(share - low for low, _ in intervals))
+    above = math.hypot(*(high - share for _, high in intervals))
+    return max(0.0, share - below), min(1.0, share + above)
 
 
 def _sigmoid(x: float) -> float:

@@ -222,15 +222,13 @@ class FalseAlarmRate(Area):
         """The value with its confidence interval.
 
         It combines Wilson's interval for a known quantile with the rates at the ends of an interval
-        for the quantile, which holds for every distribution of the scores. If there are too few OOD
-        rows for a lower end of the quantile's interval, the rate may be as high as 1.
+        for the quantile, which holds for every continuous distribution of the scores. If there are
+        too few OOD rows for a lower end of the quantile's interval, the rate may be as high as 1.
         """
         size = effective_size(self.influence, self.examples, level)
         at_known_quantile = proportion_interval(self.value * size, size, level)
         at_ends_of_quantile = self._rates_at_ends_of_quantile(level)
-        low, high = combined_interval(
-            self.value, at_known_quantile, at_ends_of_quantile, limits=(0.0, 1.0)
-        )
+        low, high = combined_interval(self.value, at_known_quantile, at_ends_of_quantile)
         return Interval(self.value, low, high)
 
     def difference(self, reference: "Area", level: float) -> Interval:
