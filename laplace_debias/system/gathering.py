@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laplace_debias.system.errors import collective_errors
+
 IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=False)
 """Whether this process currently works on its own, although there is a process group."""
 
@@ -49,15 +51,19 @@ class _Gatherings:
 
         Returns the number and the value of that parameter, or `_WAITS` and None if all processes
         wait.
+
+        Raises:
+            RankError: If another process cannot be reached.
         """
         mine = torch.tensor([number], device=self.device)
         announced = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(announced, mine)
-        first = next((int(a) for a in announced if int(a) != _WAITS), _WAITS)
-        if first == _WAITS:
-            return first, None
-        parameter: Any = self.parameters[first]()
-        return first, parameter.full_tensor()
+        with collective_errors():
+            dist.all_gather(announced, mine)
+            first = next((int(a) for a in announced if int(a) != _WAITS), _WAITS)
+            if first == _WAITS:
+                return first, None
+            parameter: Any = self.parameters[first]()
+            return first, parameter.full_tensor()
 
 
 _CURRENT: list[_Gatherings] = []

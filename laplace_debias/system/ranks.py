@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laplace_debias.system.errors import RankError
+from laplace_debias.system.errors import RankError, collective_errors
 from laplace_debias.system.gathering import IS_ALONE, join_others
 
 Key = TypeVar("Key", bound=Hashable)
@@ -94,10 +94,10 @@ class Group(Ranks):
 
         A rank that sends an error does not raise the errors of other ranks.
         """
-        join_others()
         failure = None if error is None else (type(error).__name__, str(error))
         by_rank: list[Any] = [None] * self.size
-        with _collective_errors():
+        with _leave_on_errors():
+            join_others()
             dist.all_gather_object(by_rank, (failure, value))
         for rank, (failure_of_rank, _) in enumerate(by_rank):
             if failure_of_rank is None:
@@ -130,7 +130,7 @@ class Group(Ranks):
         self.exchange(None)
         for tensor in tensors:
             total = tensor.contiguous()
-            with _collective_errors():
+            with _leave_on_errors():
                 dist.all_reduce(total)
             if total is not tensor:
                 tensor.copy_(total)
@@ -141,7 +141,7 @@ class Group(Ranks):
         totals: dict[Key, Tensor] = {}
         for key, summand in sums.items():
             total = summand.clone(memory_format=torch.contiguous_format)
-            with _collective_errors():
+            with _leave_on_errors():
                 dist.reduce(total, owners[key])
             if owners[key] == self.rank:
                 totals[key] = total
@@ -163,7 +163,7 @@ class Group(Ranks):
                 shared[key] = tuple(map(_empty, specs))
             for tensor in shared[key]:
                 if tensor is not None:
-                    with _collective_errors():
+                    with _leave_on_errors():
                         dist.broadcast(tensor, owner)
         return shared
 
@@ -272,17 +272,14 @@ def _leave() -> None:
 
 
 @contextmanager
-def _collective_errors() -> Iterator[None]:
-    """Replace errors of torch's collective operations by a `RankError` that explains them."""
+def _leave_on_errors() -> Iterator[None]:
+    """Explain errors of a collective operation, after which the ranks are separate."""
     try:
-        yield
-    except RuntimeError as error:
+        with collective_errors():
+            yield
+    except RankError:
         _leave()
-        raise RankError(
-            f"The processes cannot reach each other ({error}), because one of them was killed, "
-            "has failed or is in a different call. Find the first error in their logs, and start "
-            "all of them again."
-        ) from error
+        raise
 
 
 def _spec(tensor: Tensor | None) -> Spec | None:

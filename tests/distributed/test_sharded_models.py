@@ -72,3 +72,14 @@ def test_refusals(processes, case, kind, message):
     for name, text in processes.run(2, tasks.refused, 2, case):
         assert name == kind
         assert re.search(message, text), text
+
+
+def test_a_process_that_is_killed_ends_all(processes):
+    try:
+        processes.start(3, tasks.be_killed, 3, 2)
+        for rank in (0, 1):
+            kind, message = processes.result(rank)
+            assert kind == "RankError", message
+            assert "was killed, has failed or is in a different call" in message, message
+    finally:
+        processes.close()

@@ -1,10 +1,14 @@
 """Processes that run tasks of tests: started once, with a new process group for each task."""
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import tempfile
+import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 MAX_PROCESSES = 4
@@ -47,7 +51,8 @@ class Processes:
         context.set_forkserver_preload(["torch._dynamo", "yaml", "rich.console", *commands])
         while len(self._workers) < num_ranks:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            stacks = self._stacks_file(len(self._workers))
+            process = context.Process(target=_work, args=(theirs, stacks), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -59,8 +64,29 @@ class Processes:
 
     def result(self, rank):
         _, pipe = self._workers[rank]
-        assert pipe.poll(_TIMEOUT), f"rank {rank} did not answer within {_TIMEOUT} seconds"
+        if not pipe.poll(_TIMEOUT):
+            report = f"rank {rank} did not answer within {_TIMEOUT} s\n{self._report()}"
+            # The next task must not wait for a process that still works at this one.
+            self.close()
+            raise AssertionError(report)
         return pickle.loads(pipe.recv_bytes())
+
+    def _report(self):
+        """Say what each process has answered, or else what its threads are doing."""
+        for process, _ in self._workers:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        lines = []
+        for rank, (_, pipe) in enumerate(self._workers):
+            if pipe.poll():
+                lines.append(f"rank {rank} answered {pickle.loads(pipe.recv_bytes())}")
+            else:
+                lines.append(f"rank {rank}:\n{self._stacks_file(rank).read_text()}")
+        return "\n".join(lines)
+
+    def _stacks_file(self, rank):
+        return Path(self._folder.name) / f"stacks_{rank}"
 
     def process(self, rank):
         return self._workers[rank][0]
@@ -75,7 +101,8 @@ class Processes:
         self._workers = []
 
 
-def _work(pipe):
+def _work(pipe, stacks):
+    faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.fsync = lambda descriptor: None  # as tests/conftest.py
     import torch

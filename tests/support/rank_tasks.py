@@ -440,17 +440,20 @@ def fail_while_the_other_reads(rank):
 class Deadly(torch.utils.data.Dataset):
     """Examples that kill the process which reads one of the last three."""
 
+    def __init__(self, examples):
+        self.examples = examples
+
     def __len__(self):
-        return SIZE
+        return len(self.examples)
 
     def __getitem__(self, index):
-        if index >= SIZE - 3:
+        if index >= len(self) - 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        return examples()[index]
+        return self.examples[index]
 
 
 def be_killed(rank, killed_rank):
-    data = Deadly() if rank == killed_rank else examples()
+    data = Deadly(examples()) if rank == killed_rank else examples()
     return numbers(laplace().fit(DataLoader(data, batch_sampler=ShardedBatches(data, BATCH))))
 
 

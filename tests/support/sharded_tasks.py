@@ -5,6 +5,7 @@ import itertools
 from pathlib import Path
 
 import torch
+from rank_tasks import Deadly
 from spectra import generator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -139,6 +140,13 @@ def unequal_parts(rank, num_ranks):
     else:
         la = Laplace(sharded(num_ranks)).fit(batches_by_rank[rank])
     return la.posterior.precision.to_dense()
+
+
+def be_killed(rank, num_ranks, killed_rank):
+    """Fit a sharded model, while one process is killed when it reads its data."""
+    data = Deadly(examples()) if rank == killed_rank else examples()
+    la = Laplace(sharded(num_ranks))
+    return la.fit(DataLoader(data, batch_sampler=ShardedBatches(data, BATCH)))
 
 
 def count_whole_weights():
