@@ -49,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     la.fit(DataLoader(train, batch_size=100))
     held_out = DataLoader(test, batch_size=100)
     ood = {"no_digits": no_digits}
-    # The network is evaluated before `tune`, which may also set a temperature for its logits.
     reports = {"network": la.evaluate(held_out, ood, method="map")}
     tuned = la.tune(DataLoader(val, batch_size=100))  # held-out images choose the prior precision
     reports["Laplace"] = la.evaluate(held_out, ood)

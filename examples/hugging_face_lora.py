@@ -103,7 +103,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
             f"these, {entropies['mixed']:.3f} of reviews with praise and blame"
         )
 
-    # The network is evaluated before `tune`, which may also set a temperature for its logits.
     measure("network", "map")
     tuned = la.tune(val)
     print(

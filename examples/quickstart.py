@@ -63,7 +63,6 @@ def main() -> None:
     x_test, y_test = test[:]
     noisy = x_test + torch.randn(x_test.shape)
     inputs = {"clean": x_test, "noisy": noisy}
-    # The network predicts before `tune`, which may also set a temperature for its logits.
     as_trained = {name: la.predict(x, method="map").entropy().mean() for name, x in inputs.items()}
 
     tuned = la.tune(DataLoader(validation, batch_size=100))

@@ -56,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     # The last layer is found by tracing the outputs back, whatever its name is in the architecture.
     la = Laplace(model, params="last_layer").fit(DataLoader(train, batch_size=100))
     held_out = DataLoader(test, batch_size=200)
-    # The network is evaluated before `tune`, which may also set a temperature for its logits.
     reports = {"before": la.evaluate(held_out, method="map")}
     tuned = la.tune(DataLoader(val, batch_size=100))
     reports["after"] = la.evaluate(held_out)

@@ -84,8 +84,7 @@ model.print_trainable_parameters()
 #
 # You can pass the batches of Hugging Face's collators unchanged. Frozen parameters are never part
 # of the posterior, so it covers the adapters and the classification head.
-# `params=lambda name, parameter: "lora_" in name` would leave out the head. We evaluate the network
-# itself before `tune` sets a temperature.
+# `params=lambda name, parameter: "lora_" in name` would leave out the head.
 
 # %%
 from laplace_debias import Laplace

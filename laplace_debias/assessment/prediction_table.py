@@ -21,6 +21,7 @@ from laplace_debias.curvature.data.batch import Batch
 from laplace_debias.curvature.data.batches import Batches
 from laplace_debias.curvature.network.inputs import Inputs
 from laplace_debias.laplace import Laplace
+from laplace_debias.laplace.prediction.predictive import NETWORK_METHODS
 from laplace_debias.metrics import gaussian_interval
 from laplace_debias.metrics.ood import label_entropy
 from laplace_debias.sources.loaded import Loaded
@@ -118,7 +119,7 @@ def _batch_columns(
             probs = predictive.probs
         if _has_one_logit(loaded):
             probs = torch.stack([1 - probs.flatten(), probs.flatten()], 1)
-        if method != "map":
+        if method not in NETWORK_METHODS:
             scores = la.uncertainty(x, method, samples, same_draws).scores
     columns = _probability_columns(probs, loaded)
     for name in POSTERIOR_SCORES:
@@ -157,7 +158,7 @@ def _number_columns(
         same_draws = generator.clone_state()
         predictive = la.predict(x, method, samples, generator)
         epistemic = None
-        if method != "map":
+        if method not in NETWORK_METHODS:
             epistemic = la.uncertainty(x, method, samples, same_draws).epistemic.double().sqrt()
         predictions = describe_predictive(predictive, epistemic)
     mean = predictions.mean

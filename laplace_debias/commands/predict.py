@@ -23,7 +23,8 @@ class Settings(SourceSettings):
             order of `inputs`.
         overwrite: Replace an existing file.
         method: The prediction method, as in `Laplace.predict`. With `map`, the trained network
-            itself predicts, at the temperature that `tune` chose for it.
+            itself predicts. With `temperature`, its logits are divided by the temperature that
+            `tune` chose for it.
         samples: The number of samples. By default, `glm` uses its closed form, and `glm-mc` and
             `nn` use 100 samples.
     """
@@ -39,7 +40,7 @@ class Settings(SourceSettings):
     output: Path = field(metadata=option(heading="Output"))
     inputs: str | Path | None = field(default=None, metadata=option(metavar="PATH", is_input=True))
     overwrite: bool = field(default=False, metadata=option(heading="Output"))
-    method: Literal["glm", "glm-mc", "nn", "map"] = "glm"
+    method: Literal["glm", "glm-mc", "nn", "map", "temperature"] = "glm"
     samples: int | None = None
 
     def __post_init__(self) -> None:
@@ -49,9 +50,10 @@ class Settings(SourceSettings):
             raise ValueError(
                 f"`output` is {self.output}. Use a name that ends with .parquet or .csv."
             )
-        if self.samples is not None and self.method == "map":
+        if self.samples is not None and self.method in ("map", "temperature"):
             raise ValueError(
-                "`samples` has no effect with `method=map`, which draws no samples. Remove it."
+                f"`samples` has no effect with `method={self.method}`, which draws no samples. "
+                "Remove it."
             )
 
     def without_effect(self) -> dict[str, str]:

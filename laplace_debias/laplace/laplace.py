@@ -37,6 +37,7 @@ from laplace_debias.laplace.functional.linearised import moments
 from laplace_debias.laplace.gaussian_prior import GaussianPrior, setup_with_prior
 from laplace_debias.laplace.links import Link, SecondMoments, link_from
 from laplace_debias.laplace.prediction.predictive import (
+    NETWORK_METHODS,
     FitWithLink,
     PredictionMethod,
     default_link_of_fit,
@@ -548,9 +549,9 @@ class Laplace(Predictor):
           well is used. A larger prior precision could remove the effect of the posterior and leave
           only plain temperature scaling.
 
-        Predictions from draws and from the network itself (`method="map"`) have their own
-        temperatures, which the same pass determines; see `Link`. That of the network is between
-        1/128 and 128.
+        Predictions from draws and temperature scaling of the network (`method="temperature"`) have
+        their own temperatures, which the same pass determines; see `Link`. That of the network is
+        between 1/128 and 128.
 
         In blocks of 32,768 parameters or more, parameters with nearly equal curvature (within 5 %)
         are grouped together. This changes variances by about 1e-4.
@@ -944,16 +945,16 @@ class Laplace(Predictor):
                 activations of all samples are kept in memory.
 
         Raises:
-            ValueError: If the method is `"map"`, which has no samples. Also raises the errors of
-                `functional`.
+            ValueError: If the method is `"map"` or `"temperature"`, which have no samples. Also
+                raises the errors of `functional`.
             RuntimeError: If nothing has been fitted, the model has changed since the fit, or
                 autocast is enabled.
         """
         whole(n, "n")
-        if method == "map":
+        if method in NETWORK_METHODS:
             raise ValueError(
-                '`method="map"` is the trained network, which has no samples. Use "glm", "glm-mc" '
-                'or "nn".'
+                f'`method="{method}"` is the trained network, which has no samples. Use "glm", '
+                '"glm-mc" or "nn".'
             )
         if differentiable and method != "nn":
             raise ValueError(

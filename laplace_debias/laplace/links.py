@@ -204,8 +204,8 @@ class Link:
         temperature: T, by which the logits are divided in the closed form.
         draw_temperature: The temperature of sampled logits, whose probabilities are averaged.
             Default: `temperature`.
-        network_temperature: The temperature of the network without a posterior (`method="map"`),
-            for temperature scaling. Default: `temperature`.
+        network_temperature: The temperature of the network without a posterior, for temperature
+            scaling (`method="temperature"`). Default: `temperature`.
 
     Raises:
         ValueError: If the name is unknown, or a temperature is not positive and finite.

@@ -11,7 +11,7 @@ import user_files
 from csv_table import read_csv
 from torch import nn
 
-from laplace_debias import Laplace
+from laplace_debias import Laplace, Link
 from laplace_debias.cli import main
 from laplace_debias.sources import SourceSettings, load
 
@@ -199,6 +199,32 @@ def test_a_table_has_the_scores_of_the_posterior(folder):
             np.testing.assert_allclose(drawn["mutual_information"], mutual, atol=0.02)
     assert main([*predict, "--method=map"]) == 0
     assert not {"mutual_information", "variance"} & set(pandas.read_csv("p.csv").columns)
+
+
+def test_predictions_with_temperature_scaling(folder, capsys):
+    fit = ["fit", *ROWS, "--output=p.safetensors"]
+    assert main(fit) == 0
+    predict = ["predict", *ROWS, "--posterior=p.safetensors", "--output=p.csv"]
+    assert main([*predict, "--method=temperature"]) == 2
+    assert "command line: laplace-debias tune" in capsys.readouterr().err
+    assert not (folder / "p.csv").exists()
+    assert main([*predict, "--method=temperature", "--samples=3"]) == 2
+    assert "`samples` has no effect with `method=temperature`" in capsys.readouterr().err
+
+    loaded = load_on_cpu(model="nets:rows", data="d.npz")
+    la = Laplace.load("p.safetensors", loaded.model)
+    la.link = Link("pairwise", network_temperature=2.5)
+    la.save("p.safetensors")
+    x = torch.cat([x for x, _ in loaded.test])
+    with torch.no_grad():
+        logits = loaded.model(x)
+    columns = ["probability_0", "probability_1", "probability_2"]
+    for method, temperature in (("temperature", 2.5), ("map", 1.0)):
+        assert main([*predict, f"--method={method}", "--overwrite"]) == 0
+        expected = (logits / temperature).softmax(-1).numpy()
+        table = pandas.read_csv("p.csv")
+        np.testing.assert_allclose(table[columns].to_numpy(), expected, atol=1e-5)
+        assert not {"mutual_information", "variance"} & set(table.columns)
 
 
 def test_a_network_that_predicts_its_noise(folder, capsys):

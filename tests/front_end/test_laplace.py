@@ -366,7 +366,7 @@ def test_bad_arguments_after_the_fit_change_nothing(fitted, loader):
     assert fitted.prior_precision.item() == 1.0
     for call, says in (
         (lambda: fitted.predict(x, "laplace"), "glm, glm-mc, nn, map"),
-        (lambda: fitted.predict(x, "map", samples=3), 'and "map" uses none'),
+        (lambda: fitted.predict(x, "map", samples=3), '"map" and "temperature" use none'),
         (lambda: fitted.predict(x, samples=0), "samples must be at least 1"),
         (lambda: fitted.predict(x[:0]), "at least one example"),
         (lambda: fitted.sample(0), "at least 1"),

@@ -266,7 +266,7 @@ def test_a_new_fit_to_as_many_examples_is_refused(classifier):
 
 @pytest.mark.parametrize(
     ("method", "temperature"),
-    [("map", "network_temperature"), ("nn", "draw_temperature"), ("glm", "temperature")],
+    [("temperature", "network_temperature"), ("nn", "draw_temperature"), ("glm", "temperature")],
 )
 def test_each_temperature_of_the_link_is_compared(classifier, method, temperature):
     """Only the name of the link and three digits of one temperature were compared."""

@@ -41,14 +41,16 @@ def test_the_network_has_the_temperature_of_temperature_scaling(params: str):
     expected = best_temperature(lambda T: (outputs / T).log_softmax(1), y)
     assert expected == pytest.approx(2.5, rel=0.2)
     assert la.link.network_temperature == expected
-    probs = la.predict(x, method="map").probs
+    probs = la.predict(x, method="temperature").probs
     torch.testing.assert_close(probs, (outputs / expected).softmax(1))
+    torch.testing.assert_close(la.predict(x, method="map").probs, outputs.softmax(1))
     (scaling,) = (
         alternative
         for alternative in tuned.alternatives
         if alternative.name == "temperature scaling"
     )
-    assert la.evaluate([(x, y)], method="map")["nll"] == pytest.approx(scaling.value, rel=1e-9)
+    evaluated = la.evaluate([(x, y)], method="temperature")
+    assert evaluated["nll"] == pytest.approx(scaling.value, rel=1e-9)
 
 
 def miscalibrated(kind: str, temperature: float) -> tuple[nn.Module, Tensor, Tensor]:
@@ -120,7 +122,7 @@ def test_the_network_has_the_best_of_all_temperatures(kind, params, metric, temp
     assert row["temperature"] == chosen
     labels_per_example = 3 if (kind, metric) == ("multilabel", "nll") else 1
     assert row[metric] == pytest.approx(labels_per_example * score(math.log(chosen)), rel=1e-9)
-    evaluated = la.evaluate([(x[50:], y[50:])], method="map")
+    evaluated = la.evaluate([(x[50:], y[50:])], method="temperature")
     assert evaluated[metric] == pytest.approx(row[metric], rel=1e-6)
 
 
@@ -195,7 +197,27 @@ def test_a_link_with_three_temperatures_is_saved(tmp_path):
     loaded = Laplace.load(tmp_path / "posterior.safetensors", la.model)
     assert loaded.link == la.link
     expected = (la.model(x).detach() / 0.7).softmax(1)
-    torch.testing.assert_close(loaded.predict(x, method="map").probs, expected)
+    torch.testing.assert_close(loaded.predict(x, method="temperature").probs, expected)
+
+
+def test_temperature_scaling_needs_a_temperature():
+    la, x, y = overconfident()
+    with pytest.raises(ValueError, match=r"none has been chosen. Call la\.tune"):
+        la.predict(x, method="temperature")
+    with pytest.raises(ValueError, match=r"none has been chosen. Call la\.tune"):
+        la.evaluate([(x, y)], method="temperature")
+    with pytest.raises(ValueError, match='`method="temperature"` predicts with a single value'):
+        la.uncertainty(x, method="temperature")
+    with pytest.raises(ValueError, match='`method="temperature"` is the trained network'):
+        la.sample_outputs(x, 3, method="temperature")
+
+
+def test_temperature_scaling_needs_logits():
+    x = torch.randn(6, 2, dtype=torch.float64)
+    la = Laplace(nn.Linear(2, 1).double(), "regression", sigma=1.0).fit([(x, x[:, :1])])
+    for verb in (la.predict, la.marginals):
+        with pytest.raises(ValueError, match="the outputs of Gaussian are not logits"):
+            verb(x, method="temperature")
 
 
 @pytest.mark.parametrize("name", ["draw_temperature", "network_temperature"])

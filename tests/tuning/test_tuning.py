@@ -795,7 +795,7 @@ def test_temperature_scaling_of_the_network_by_the_row_of_the_comparison():
     (row,) = (row for row in compared if row["name"] == "temperature scaling")
     assert la.link.temperature != row["temperature"]
     la.link = Link("probit", row["temperature"])
-    probs = la.predict(x, method="map").probs
+    probs = la.predict(x, method="temperature").probs
     torch.testing.assert_close(probs, (model(x).detach() / row["temperature"]).softmax(1))
     assert F.nll_loss(probs.log(), y).item() == pytest.approx(row["nll"], rel=1e-9)
 

@@ -45,7 +45,9 @@ from laplace_debias.system.checks import check_generator, whole
 # CPU, this many entries stay in the cache.
 _MAX_ENTRIES = defaultdict(lambda: 2**22, cpu=2**17)
 
-METHODS = ("glm", "glm-mc", "nn", "map")
+NETWORK_METHODS = ("map", "temperature")
+"""The methods that predict with the trained parameters only, so without parameter uncertainty."""
+METHODS = ("glm", "glm-mc", "nn", *NETWORK_METHODS)
 DEFAULT_SAMPLES = 100
 
 
@@ -76,11 +78,12 @@ class PredictionMethod:
         if self.name not in METHODS:
             raise ValueError(f"Unknown method={self.name!r}. Use one of {', '.join(METHODS)}.")
         check_generator(self.generator)
-        if self.samples is not None and whole(self.samples, "samples") and self.name == "map":
+        has_samples = self.samples is not None and whole(self.samples, "samples")
+        if has_samples and not self.has_uncertainty:
             raise ValueError(
                 f'`samples={self.samples}` is not possible with this method. The methods "glm", '
-                '"glm-mc" and "nn" use samples, and "map" uses none. Change `method` or '
-                "`samples`."
+                '"glm-mc" and "nn" use samples, and "map" and "temperature" use none. Change '
+                "`method` or `samples`."
             )
         has_gradients = (self.is_closed_form or self.name == "nn") and self.positions is None
         if self.differentiable and not has_gradients:
@@ -89,6 +92,11 @@ class PredictionMethod:
                 '`method="glm"`. Use `method="nn"`, or `method="glm"` without `samples=`, and '
                 "remove `positions=`."
             )
+
+    @property
+    def has_uncertainty(self) -> bool:
+        """Whether the parameters are uncertain, rather than those of the trained network."""
+        return self.name not in NETWORK_METHODS
 
     @property
     def is_closed_form(self) -> bool:
@@ -105,8 +113,8 @@ class PredictionMethod:
 class FitWithLink:
     """A fit, with the link that converts its logits to probabilities.
 
-    The link has separate temperatures for the trained network, for draws, and for the closed form,
-    by which the logits are divided. Likelihoods without a link have no temperature.
+    The link has separate temperatures for the closed form, for draws, and for the temperature
+    scaling of the trained network. Likelihoods without a link have no temperature.
     """
 
     fitted: FittedPosterior
@@ -126,6 +134,26 @@ class FitWithLink:
     def draw_temperature(self) -> float:
         """The temperature of draws."""
         return 1.0 if self.link is None else self.link.draw_temperature
+
+    @property
+    def network_temperature(self) -> float:
+        """The temperature of the trained network.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if self.likelihood.activation is None:
+            raise ValueError(
+                '`method="temperature"` divides logits by a temperature, but the outputs of '
+                f'{type(self.likelihood).__name__} are not logits. Use `method="map"`.'
+            )
+        if self.link is None:
+            raise ValueError(
+                '`method="temperature"` needs a temperature, and none has been chosen. Call '
+                "la.tune(validation_loader) (command line: laplace-debias tune), or use "
+                '`method="map"` for the plain network.'
+            )
+        return self.link.network_temperature
 
     def mean_and_variances(
         self, x: Inputs | Record, method: PredictionMethod
@@ -152,12 +180,11 @@ class FitWithLink:
     def outputs(
         self, x: Inputs | Record, method: PredictionMethod
     ) -> Float[Tensor, "batch *outputs"]:
-        """Compute the outputs of the trained network, and divide logits by its temperature."""
+        """Compute the outputs of the trained network, divided by its temperature if requested."""
+        temperature = self.network_temperature if method.name == "temperature" else 1.0
         with self._context(x, method) as context:
             outputs = context.by_position(map_outputs(context.network, context.x), None)
-        if self.link is None:
-            return outputs
-        return _divide_by_temperature(outputs, self.link.network_temperature)
+        return _divide_by_temperature(outputs, temperature)
 
     def draws(
         self, x: Inputs | Record, method: PredictionMethod
@@ -215,7 +242,7 @@ class FitWithLink:
         if method.is_closed_form:
             return self._closed_form(x, method)
         with torch.inference_mode(False):
-            if method.name == "map":
+            if not method.has_uncertainty:
                 return self.likelihood.predictive(self.outputs(x, method), None)
             return self.likelihood.mixture(self.draws(x, method))
 
@@ -249,7 +276,7 @@ class FitWithLink:
             mean, variances = self.mean_and_variances(x, method)
             return self.likelihood.marginals(mean, variances)
         with torch.inference_mode(False):
-            if method.name == "map":
+            if not method.has_uncertainty:
                 mean = self.outputs(x, method)
                 return self.likelihood.marginals(mean, torch.zeros_like(mean))
             return self.likelihood.marginal_mixture(self.draws(x, method))

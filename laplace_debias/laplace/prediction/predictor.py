@@ -108,13 +108,14 @@ class Predictor(ABC):
                 covariance, averaged in closed form (see `link`) or over `samples` draws of the
                 outputs. `"glm-mc"`: the linearised network at samples of the parameters (Eq. 18).
                 `"nn"`: the network itself at samples of the parameters. `"map"`: the trained
-                network, without parameter uncertainty. In every method, the logits are divided by a
-                temperature of `la.link`: `temperature` in closed form, `draw_temperature` for
-                draws, and `network_temperature` with `"map"`.
+                network, without parameter uncertainty. `"temperature"`: the trained network, with
+                its logits divided by `la.link.network_temperature`, which `tune` chooses. The
+                methods with samples divide the logits by `la.link.draw_temperature`, and the closed
+                form divides them by `la.link.temperature`.
             samples: Number of draws. Default: the closed form for `"glm"`, and 100 draws for
                 `"glm-mc"` and `"nn"`.
-            generator: Seeds the draws. Default: torch's global generator. The closed form and
-                `"map"` draw nothing.
+            generator: Seeds the draws. Default: torch's global generator. The closed form,
+                `"map"` and `"temperature"` draw nothing.
             link: The function from Gaussian logits to probabilities in the closed form of `"glm"`.
                 `"pairwise"`: the mean-field softmax with the full covariance (Lu et al., 2020).
                 `"probit"`: the softmax of the logits, each shrunk by its variance (MacKay, 1992).
@@ -141,9 +142,9 @@ class Predictor(ABC):
 
         Raises:
             ValueError: If the method or link is unknown; if `samples` is below 1, or the method
-                draws no samples; if `link` is passed for a method without closed form; if outputs
-                are not finite, or too many to differentiate; if positions are out of range or
-                padding.
+                draws no samples; if `link` is passed for a method without closed form; if no
+                temperature has been set for `"temperature"`; if outputs are not finite, or too many
+                to differentiate; if positions are out of range or padding.
             TypeError: If positions are not integers.
             RuntimeError: If nothing has been fitted, a parameter or buffer has changed since the
                 fit, or autocast is enabled.
@@ -165,7 +166,7 @@ class Predictor(ABC):
             raise ValueError(
                 f"`link={link!r}` applies only to the closed form, without `method=` and "
                 "`samples=`. Remove these two arguments, or remove `link=`. (The temperature of "
-                "la.link applies to every method.)"
+                "la.link applies to every method with uncertainty.)"
             )
         return checked
 
@@ -209,8 +210,8 @@ class Predictor(ABC):
             the probit link if its temperature is also used for draws.
 
         Raises:
-            ValueError: If the method is `"map"`, which has no uncertainty about the parameters.
-                Also raises the errors of `predict`.
+            ValueError: If the method is `"map"` or `"temperature"`, which have no uncertainty about
+                the parameters. Also raises the errors of `predict`.
 
         Reference:
             Houlsby, Huszár, Ghahramani, Lengyel. Bayesian active learning for classification and
@@ -223,10 +224,10 @@ class Predictor(ABC):
         self, x: Inputs | Record, method: PredictionMethod, link: Link | None
     ) -> Uncertainty:
         """Compute the uncertainty with a method and a link that have been checked."""
-        if method.name == "map":
+        if not method.has_uncertainty:
             raise ValueError(
-                '`method="map"` predicts with a single value of the parameters, so it has no '
-                'parameter uncertainty. Use "glm", "glm-mc" or "nn".'
+                f'`method="{method.name}"` predicts with a single value of the parameters, so it '
+                'has no parameter uncertainty. Use "glm", "glm-mc" or "nn".'
             )
         return uncertainty(self._fits_with_links(x, method, link), x, method)
 

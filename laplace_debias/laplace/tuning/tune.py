@@ -556,15 +556,16 @@ def _notes_on_grid_ends(table: GridMetrics, choice: Setting) -> Iterator[str]:
         yield (
             f"The best value is the largest that was tried, {delta:.3g}, at which the posterior "
             "scores no better than the network. Larger values would not help. Predict with the "
-            'method "map", which has no uncertainty of the parameters.'
+            'method "temperature", which has no uncertainty of the parameters.'
         )
     elif point == table.points[-1]:
         grid = f"{delta * 10:.1e},{delta * 100:.1e},{delta * 1000:.1e}"
+        method = "map" if table.network is None else "temperature"
         yield (
             f"The best value is the largest that was tried, {delta:.3g}. Tune this posterior again "
             f"with larger ones{at_this_noise}: grid=[{grid}] in Python, or the command "
             f"laplace-debias tune with --prior_precisions {grid}. Or predict with the method "
-            '"map", which has no uncertainty of the parameters.'
+            f'"{method}", which has no uncertainty of the parameters.'
         )
 
 
