@@ -190,7 +190,7 @@ class Walk:
         x, y = self.data[0][1]
         bad = y + self.num_outputs + 1 if self.sigma is None else torch.full_like(y, math.nan)
         verb = self.random.choice([self.la.fit, self.la.update, self.la.tune, self.la.evaluate])
-        with pytest.raises(ValueError, match="label|NaN|target"):
+        with pytest.raises(ValueError, match=r"label|NaN|target"):
             verb([self.data[0][0], (x, bad)])
 
     # What the state must be.
