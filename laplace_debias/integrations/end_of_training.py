@@ -346,9 +346,10 @@ class PosteriorAtEnd:
         if not self.tune:
             return EndOfTraining()
         validation_loader = _shared_loader(validation_loader)
-        network_report = la.evaluate(validation_loader, method="map", intervals=False)
         tuning = la.tune(validation_loader)
         report = la.evaluate(validation_loader)
+        # After `tune`, the network of a regression is evaluated with the same noise.
+        network_report = la.evaluate(validation_loader, method="map", intervals=False)
         numbers = {f"network_{name}": metric.value for name, metric in network_report.items()}
         numbers |= {f"laplace_{name}": metric.value for name, metric in report.items()}
         numbers["laplace_prior_precision"] = float(la.prior_precision)

@@ -55,6 +55,27 @@ def logged_in_tensorboard(folder):
     return values
 
 
+def test_the_network_of_a_regression_is_evaluated_with_the_tuned_noise(unchecked):
+    """It was evaluated with the noise 1 that a fit assumes, and looked much worse than it is."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 4, generator=generator, dtype=torch.float64)
+    y = 50 * x[:, :1] + 20 * torch.randn(200, 1, generator=generator, dtype=torch.float64)
+    model = nn.Linear(4, 1).double().eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[50.0, 0.0, 0.0, 0.0]]))
+    train = DataLoader(TensorDataset(x[:100], y[:100]), batch_size=50)
+    validation = DataLoader(TensorDataset(x[100:], y[100:]), batch_size=50)
+    settings = PosteriorAtEnd("regression", "full", tune=True, options={})
+    la = settings.unfitted(model)
+    numbers = settings.fit(la, train, validation).numbers
+    sigma = float(la.sigma)
+    assert sigma == pytest.approx(20, rel=0.2)
+    with torch.no_grad():
+        nll = -torch.distributions.Normal(model(x[100:]), sigma).log_prob(y[100:]).mean()
+    assert numbers["network_nll"] == pytest.approx(float(nll), rel=1e-9)
+    assert numbers["network_nll"] == pytest.approx(numbers["laplace_nll"], abs=0.1)
+
+
 # ------------------------------------------------- Lightning
 
 
