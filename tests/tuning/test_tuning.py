@@ -110,6 +110,25 @@ def test_a_posterior_that_is_no_better_than_the_network_needs_no_larger_prior_pr
     assert "grid=[1.0e+01" in note
 
 
+def test_a_regression_that_is_no_better_than_the_network_needs_no_larger_prior_precision():
+    """The network has the right noise, and the posterior of eight examples is much too wide."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double().eval()
+    x = torch.randn(500, 3, dtype=torch.float64)
+    y = model(x).detach() + 0.5 * torch.randn(500, 1, dtype=torch.float64)
+    la = Laplace(model, "regression", sigma=0.5).fit([(x[:8], y[:8])])
+    tuning = la.tune([(x, y)])
+    assert tuning.prior_precision == pytest.approx(1e8)
+    network = torch.distributions.Normal(model(x).detach(), 0.5)
+    assert tuning.value == pytest.approx(-float(network.log_prob(y).mean()), abs=1e-6)
+    (note,) = tuning.notes
+    assert "scores no better than the network" in note
+    assert 'Predict with the method "map"' in note
+    assert "grid=" not in note
+    note, *_ = la.tune([(x, y)], grid=[0.1, 1.0]).notes
+    assert "grid=[1.0e+01" in note
+
+
 def test_a_default_link_is_compared_with_the_network_at_its_temperature():
     """With few examples, a better temperature is not chosen, so it does not matter here."""
     model, x, y = problem(1.0, 1000)

@@ -544,6 +544,7 @@ def _notes_on_grid_ends(table: GridMetrics, choice: Setting) -> Iterator[str]:
     """Explain that the best prior precision is the first or the last value of the grid."""
     point = choice.point
     delta = table.prior_precisions[point]
+    method = "map" if table.network is None else "temperature"
     at_this_noise = "" if table.sigma_factors is None else ", at the present sigma"
     if point == 0:
         grid = f"{delta / 1000:.1e},{delta / 100:.1e},{delta / 10:.1e}"
@@ -556,11 +557,10 @@ def _notes_on_grid_ends(table: GridMetrics, choice: Setting) -> Iterator[str]:
         yield (
             f"The best value is the largest that was tried, {delta:.3g}, at which the posterior "
             "scores no better than the network. Larger values would not help. Predict with the "
-            'method "temperature", which has no uncertainty of the parameters.'
+            f'method "{method}", which has no uncertainty of the parameters.'
         )
     elif point == table.points[-1]:
         grid = f"{delta * 10:.1e},{delta * 100:.1e},{delta * 1000:.1e}"
-        method = "map" if table.network is None else "temperature"
         yield (
             f"The best value is the largest that was tried, {delta:.3g}. Tune this posterior again "
             f"with larger ones{at_this_noise}: grid=[{grid}] in Python, or the command "
@@ -570,14 +570,20 @@ def _notes_on_grid_ends(table: GridMetrics, choice: Setting) -> Iterator[str]:
 
 
 def _scores_like_network(table: GridMetrics, choice: Setting) -> bool:
-    """Whether the network has the score of the choice, up to a tie, at the same temperature."""
+    """Whether the network has the score of the choice, up to a tie, at the same temperature.
+
+    A regression has no temperature, and its table lacks the network. As the prior precision δ
+    grows, the score approaches that of the network, with a difference proportional to 1/δ. The
+    difference at the largest δ is computed from the last two scores.
+    """
+    tie = TIE_IN_STANDARD_ERRORS * float(table.standard_errors(table.sums[choice]))
     if table.network is None:
-        return False
+        previous = choice._replace(point=choice.point - 1)
+        ratio = table.prior_precisions[choice.point] / table.prior_precisions[previous.point]
+        return abs(float(table.values[previous] - table.values[choice])) / (ratio - 1) <= tie
     temperature = table.links[choice.link].temperature
-    standard_error = float(table.standard_errors(table.sums[choice]))
     return any(
-        abs(float(table.network.values[0, index] - table.values[choice]))
-        <= TIE_IN_STANDARD_ERRORS * standard_error
+        abs(float(table.network.values[0, index] - table.values[choice])) <= tie
         for index, link in enumerate(table.network.links)
         if link.temperature == temperature
     )
