@@ -125,8 +125,10 @@ def test_a_regression_that_is_no_better_than_the_network_needs_no_larger_prior_p
     assert "scores no better than the network" in note
     assert 'Predict with the method "map"' in note
     assert "grid=" not in note
-    note, *_ = la.tune([(x, y)], grid=[0.1, 1.0]).notes
-    assert "grid=[1.0e+01" in note
+    for grid in ([0.1, 1.0], [0.1, 0.9, 1.0]):
+        note, *_ = la.tune([(x, y)], grid=grid).notes
+        assert "grid=[1.0e+01" in note
+    assert la.tune([(x, y)], grid=[1.0, 1.0]).prior_precision == 1.0
 
 
 def test_a_default_link_is_compared_with_the_network_at_its_temperature():

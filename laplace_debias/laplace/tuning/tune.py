@@ -7,6 +7,7 @@ covariances are cheap, only temperatures around the best one are evaluated.
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -572,15 +573,18 @@ def _notes_on_grid_ends(table: GridMetrics, choice: Setting) -> Iterator[str]:
 def _scores_like_network(table: GridMetrics, choice: Setting) -> bool:
     """Whether the network has the score of the choice, up to a tie, at the same temperature.
 
-    A regression has no temperature, and its table lacks the network. As the prior precision δ
-    grows, the score approaches that of the network, with a difference proportional to 1/δ. The
-    difference at the largest δ is computed from the last two scores.
+    A regression has no temperature, and its table lacks the network. As the prior precision grows,
+    the score approaches that of the network, with a difference inversely proportional to the prior
+    precision. The score of the network is therefore reached if the score at half the chosen prior
+    precision, or less, is the same.
     """
     tie = TIE_IN_STANDARD_ERRORS * float(table.standard_errors(table.sums[choice]))
     if table.network is None:
-        previous = choice._replace(point=choice.point - 1)
-        ratio = table.prior_precisions[choice.point] / table.prior_precisions[previous.point]
-        return abs(float(table.values[previous] - table.values[choice])) / (ratio - 1) <= tie
+        half = table.prior_precisions[choice.point] / 2
+        point = bisect_right(table.prior_precisions, half) - 1
+        if point < 0:
+            return False
+        return abs(float(table.values[point, choice.link] - table.values[choice])) <= tie
     temperature = table.links[choice.link].temperature
     return any(
         abs(float(table.network.values[0, index] - table.values[choice])) <= tie
