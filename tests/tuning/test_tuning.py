@@ -219,6 +219,21 @@ def test_a_regression_with_targets_in_other_units_is_asked_to_check_them():
     assert "accuracy" not in tuning.message
 
 
+def test_no_accuracy_is_mentioned_for_predicted_noise():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(80, 2, generator=generator)
+    y = torch.randn(80, 1, generator=generator)
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    la = Laplace(model.eval(), "heteroscedastic").fit([(x, y)], num_data=10**9)
+    tuning = la.tune([(x, y)])
+    assert tuning.all_alike
+    assert "untrained or damaged" in tuning.message
+    assert "accuracy" not in tuning.message
+
+
 def test_points_that_are_nan_are_passed_over():
     tuning, _, _ = shaped(lambda power: math.nan if power < 0 else 1 + 0.1 * (power - 1) ** 2)
     assert tuning.prior_precision == pytest.approx(10, rel=0.1)
@@ -768,6 +783,26 @@ def test_a_noise_that_was_given_stays_and_one_that_was_not_is_tuned():
     off = la.tune(data, sigma=False)
     assert off.sigma is None
     assert "assumed" not in off.message
+
+
+def test_a_given_noise_that_is_too_large_is_named_as_the_reason_for_the_largest_value():
+    """The noise of the data is 0.1."""
+    model, x, y = regression()
+    data = [(x, y)]
+    la = Laplace(model, "regression", sigma=0.5).fit(data)
+    reason = "`sigma` is not tuned here, because it was set before."
+    tuning = la.tune(data)
+    assert tuning.prior_precision == pytest.approx(1e8)
+    assert reason in tuning.message
+    assert reason in la.tune(data, grid=[1.0, 10.0]).message
+    # The advice leads to a better score, and the note disappears.
+    better = la.tune(data, sigma=True)
+    assert better.value < tuning.value - 0.5
+    assert reason not in better.message
+    assert reason not in la.tune(data, grid=[1.0, 10.0], sigma=False).message
+    too_small = Laplace(model, "regression", sigma=0.02).fit(data).tune(data)
+    assert too_small.prior_precision < 1e8
+    assert reason not in too_small.message
 
 
 def test_a_noise_that_cannot_be_tuned_on_data_says_so():

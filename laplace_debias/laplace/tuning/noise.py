@@ -80,6 +80,27 @@ def note_on_assumed_sigma(fitted: FittedPosterior, sigma: bool | None) -> str | 
     return f"`sigma` was not specified, and is not tuned here. {value}. {advice}."
 
 
+def note_on_given_sigma(tuned: TunedFit, sigma: bool | None) -> str | None:
+    """Return a note if a given σ may be the reason for the largest prior precision, or else None.
+
+    If σ is larger than the noise of the held-out data, any variance of the weights makes the
+    predictive variance worse, so that the largest prior precision is best.
+    """
+    likelihood = tuned.fitted.likelihood
+    tuning = tuned.tuning
+    is_given = isinstance(likelihood, Gaussian) and not likelihood.is_assumed
+    if sigma is not None or not is_given or tuned.fitted.residuals is None or tuning.all_alike:
+        return None
+    largest = max(row["prior_precision"] for row in tuning.table)
+    if len(tuning.table) == 1 or tuning.sigma is not None or tuning.prior_precision != largest:
+        return None
+    return (
+        "`sigma` is not tuned here, because it was set before. If it is too large, this can be the "
+        "reason why the largest prior precision is best. To tune both, pass `sigma=True` without "
+        "`grid=` (command line: --sigma without --prior_precisions)."
+    )
+
+
 def apply_with_noise(tuning: Tuning, fitted: FittedPosterior, factor: float) -> TunedFit:
     """Multiply σ by a factor, and set the prior precision that was chosen along with it."""
     tuned = rescaled(fitted, factor, fitted.prior.with_precision(tuning.prior_precision))

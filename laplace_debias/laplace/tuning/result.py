@@ -189,7 +189,7 @@ class Tuning:
             return f"All other prior precisions tried are worse by more than {margin}."
         values = f"from {low:.3g} to {high:.3g} score about as well (worse by at most {margin})"
         if self.all_alike:
-            check = "Check its accuracy first."
+            check = "Check its predictions first."
             if self.sigma is not None:
                 check = (
                     "Check its errors first, and that its outputs have the units of the targets."

@@ -38,6 +38,7 @@ from laplace_debias.laplace.tuning.grid_metrics import (
 from laplace_debias.laplace.tuning.noise import (
     apply_with_noise,
     note_on_assumed_sigma,
+    note_on_given_sigma,
     tunes_noise,
 )
 from laplace_debias.laplace.tuning.output_noise import tune_output_noise
@@ -117,6 +118,7 @@ def tune_on_data(
     _warn_of_training_data(fitted, tuned.tuning)
     return tuned.with_notes(
         note_on_assumed_sigma(tuned.fitted, sigma),
+        note_on_given_sigma(tuned, sigma),
         tuned.fitted.note_on_thinning(float(tuned.tuning)),
     )
 
