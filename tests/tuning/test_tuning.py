@@ -121,10 +121,11 @@ def test_a_regression_that_is_no_better_than_the_network_needs_no_larger_prior_p
     assert tuning.prior_precision == pytest.approx(1e8)
     network = torch.distributions.Normal(model(x).detach(), 0.5)
     assert tuning.value == pytest.approx(-float(network.log_prob(y).mean()), abs=1e-6)
-    (note,) = tuning.notes
+    note, note_on_sigma = tuning.notes
     assert "scores no better than the network" in note
     assert 'Predict with the method "map"' in note
-    assert "grid=" not in note
+    assert "grid=[" not in note
+    assert "`sigma` is not tuned here" in note_on_sigma
     for grid in ([0.1, 1.0], [0.1, 0.9, 1.0]):
         note, *_ = la.tune([(x, y)], grid=grid).notes
         assert "grid=[1.0e+01" in note
