@@ -218,6 +218,11 @@ class _Verdict:
     def advice_to_check(self, doubts: Sequence[str]) -> str:
         """Return the advice to check the network and the data first."""
         causes = "the order of the classes, the normalisation of the inputs and the checkpoint"
+        if self._record.input_name == "image":
+            causes = (
+                "the order of the classes, the size and normalisation of the images and the "
+                "checkpoint"
+            )
         if self._has_numbers:
             causes = (
                 "the order and scaling of the columns, the units of the targets and the checkpoint"

@@ -158,7 +158,7 @@ def view_of(
         if getattr(settings, name) is not None:
             overrides[name] = getattr(settings, name)
     if hasattr(model, "pretrained_cfg"):
-        return _timm_view(model, overrides), ()
+        return _timm_view(model, overrides, files)
     if settings.torchvision is not None and settings.pretrained and not overrides:
         return _torchvision_view(settings.torchvision), ()
     pixels = Pixels.from_settings(settings) or Pixels()
@@ -187,8 +187,10 @@ def _check_pixels(mean: Sequence[float], std: Sequence[float], channels: int) ->
         )
 
 
-def _timm_view(model: nn.Module, overrides: dict[str, Any]) -> View:
-    """Return the view that timm uses to evaluate the network."""
+def _timm_view(
+    model: nn.Module, overrides: dict[str, Any], files: Iterable[Path]
+) -> tuple[View, tuple[str, ...]]:
+    """Return the view that timm uses to evaluate the network, and notes for the reader."""
     from timm.data import create_transform, resolve_data_config
     from torchvision.transforms import Compose
 
@@ -207,7 +209,17 @@ def _timm_view(model: nn.Module, overrides: dict[str, Any]) -> View:
     transform: Any = create_transform(**config, is_training=False, use_prefetcher=True)
     resized = Compose(transform.transforms[:-1])
     pixels = Pixels(tuple(config["mean"]), tuple(config["std"]))
-    return View(resized, pixels, is_grey, any_size=True)
+    view = View(resized, pixels, is_grey, any_size=True)
+    (width, height), _ = header(next(iter(files)))
+    _, input_height, input_width = config["input_size"]
+    notes: tuple[str, ...] = ()
+    if "img_size" not in overrides and (height, width) != (input_height, input_width):
+        notes = (
+            f"Images of {height} × {width} pixels are resized to {input_height} × {input_width}, "
+            "the size in timm's configuration of the network. If the network was trained with "
+            "images of another size, pass --image_size.",
+        )
+    return view, notes
 
 
 def _torchvision_view(name: str) -> View:

@@ -130,7 +130,10 @@ def judged(best, **factors):
     return verdict(tables, best, training=trained())
 
 
-CHECKS = "First check the order of the classes, the normalisation of the inputs and the checkpoint"
+CHECKS = (
+    "First check the order of the classes, the size and normalisation of the images and the "
+    "checkpoint"
+)
 
 
 # ------------------------------------------------------------------- six situations

@@ -251,8 +251,13 @@ def test_timm_networks_see_images_as_timm_shows_them(images):
     torch.testing.assert_close(x[4], expected, rtol=0, atol=1e-6)
     with torch.no_grad():
         torch.testing.assert_close(loaded.model(x[:2]), model.eval()(x[:2]))
-    small, _ = every(load_on_cpu(**options, image_size=32, mean=(0.1, 0.2, 0.3)).test)
+    height, width = expected.shape[1:]
+    note = f"Images of 16 × 20 pixels are resized to {height} × {width}, the size in timm's"
+    assert [text.startswith(note) for text in loaded.notes].count(True) == 1
+    loaded_small = load_on_cpu(**options, image_size=32, mean=(0.1, 0.2, 0.3))
+    small, _ = every(loaded_small.test)
     assert small.shape[2:] == (32, 32)
+    assert not any("resized" in text for text in loaded_small.notes)
     with pytest.raises(ValueError, match="have 2 numbers, but the network takes 3 channels"):
         load_on_cpu(**options, mean=(0.1, 0.2))
 
