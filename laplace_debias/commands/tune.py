@@ -103,7 +103,7 @@ def run(settings: Settings) -> "Tuning":
         rows = [{**row, "prior_precision": f"{row['prior_precision']:.3g}"} for row in tuning.table]
         print_table(rows, "Validation data")
     save(la, output)
-    print(tuning.message)
+    print(tuning)
     print(f"Posterior: {output}")
     return tuning
 

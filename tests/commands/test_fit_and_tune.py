@@ -106,7 +106,16 @@ def test_tune_saves_the_best_of_the_grid(checkpoint, posterior, tmp_path, metric
     assert float(Laplace.load(output, model).prior_precision) == tuned.prior_precision
     assert posterior.read_bytes() == content
     is_at_the_end = tuned.prior_precision != 10.0
-    assert ("that was tried" in capsys.readouterr().out) == is_at_the_end
+    printed = capsys.readouterr().out
+    assert ("that was tried" in printed) == is_at_the_end
+    # The candidates are a table with one line each, as in Python.
+    lines = printed.splitlines()
+    for row in tuned.compared:
+        (line,) = [
+            line for line in lines if line.replace(" *", "  ").startswith(f"{row['name']}  ")
+        ]
+        assert f"{row[metric]:.4g}" in line
+    assert "Scores of the alternatives" not in printed
 
 
 @pytest.mark.parametrize(
