@@ -50,6 +50,25 @@ class Odd(Poisson):
         return {"exposure": torch.ones(1)}
 
 
+class Misshapen(Poisson):
+    """A wrong shape for each method: one loss for all examples, or losses broadcast to [B, B]."""
+
+    def __init__(self, wrong):
+        self.wrong = wrong
+
+    @property
+    def exposure(self):
+        return 1.0
+
+    def nll(self, outputs, targets):
+        losses = super().nll(outputs, targets)
+        return {"mean": losses.mean(), "pairs": losses + losses[:, None]}.get(self.wrong, losses)
+
+    def hessian_root(self, outputs):
+        columns = super().hessian_root(outputs)
+        return {"vector": columns[..., 0], "turned": columns.movedim(0, 1)}.get(self.wrong, columns)
+
+
 def fitted(likelihood):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2)).double().eval()
@@ -225,3 +244,23 @@ def test_without_marginals_the_error_names_the_missing_methods():
     la, x = fitted(Poisson())
     with pytest.raises(TypeError, match="does not define `marginals` and `marginal_mixture`"):
         la.marginals(x)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "signs"])
+@pytest.mark.parametrize(
+    ("wrong", "method", "shape"),
+    [
+        ("mean", "nll", r"\(\)"),
+        ("pairs", "nll", r"\(8, 8\)"),
+        ("vector", "hessian_root", r"\(2, 8\)"),
+        ("turned", "hessian_root", r"\(8, 2, 2\)"),
+    ],
+)
+def test_methods_that_return_a_wrong_shape_are_named(wrong, method, shape, fisher):
+    """A loss that is averaged or broadcast would lead to a wrong marginal likelihood."""
+    model = nn.Linear(3, 2).double().eval()
+    data = [(torch.randn(8, 3).double(), torch.randint(4, (8, 2)).double())]
+    with pytest.raises(ValueError, match=rf"Misshapen.{method} returned .* {shape} for outputs"):
+        Laplace(model, Misshapen(wrong), fisher=fisher).fit(
+            data, generator=torch.Generator().manual_seed(0)
+        )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from laplace_debias.curvature.data.batch import append_dims
 from laplace_debias.curvature.losses.likelihoods import Likelihood
+from laplace_debias.curvature.losses.likelihoods.base import example_losses, root_columns
 
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _FIRST_MULTIPLIER = np.uint64(0xBF58476D1CE4E5B9)
@@ -227,12 +228,12 @@ class NegativeLogLikelihood(OutputLoss):
     def value(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute Σ ℓ in double precision."""
         terms = outputs.movedim(self.class_dim, -1).flatten(0, -2)
-        return self.likelihood.nll(terms, labels.targets).double().sum()
+        return example_losses(self.likelihood, terms, labels.targets).double().sum()
 
     def values(self, outputs: Tensor, labels: Labels) -> Float[Tensor, " batch"]:
         """Compute ℓ of each example, float64."""
         terms = outputs.movedim(self.class_dim, -1).flatten(0, -2)
-        losses = self.likelihood.nll(terms, labels.targets).double()
+        losses = example_losses(self.likelihood, terms, labels.targets).double()
         return losses.reshape(len(outputs), -1).sum(1)
 
     def gradient(self, outputs: Tensor, labels: Labels) -> Tensor:
@@ -302,7 +303,7 @@ class NegativeLogLikelihood(OutputLoss):
 
     def _root(self, outputs: Tensor, labels: Labels) -> Tensor:
         """Compute the likelihood's columns of all terms, `[K, B, ..., C]`."""
-        columns = self.likelihood.hessian_root(outputs.flatten(0, -2))
+        columns = root_columns(self.likelihood, outputs.flatten(0, -2))
         return _weight_columns(columns, outputs, labels)
 
 

@@ -146,7 +146,7 @@ class Likelihood(ABC):
             outputs: The outputs, `[B, C]`.
             draw_signs: A function of K that returns the signs ε, `[B, K]`.
         """
-        columns = self.hessian_root(outputs)
+        columns = root_columns(self, outputs)
         return torch.einsum("kbc,bk->bc", columns, draw_signs(len(columns)).to(columns.dtype))
 
     @abstractmethod
@@ -209,7 +209,7 @@ class Likelihood(ABC):
 
     def hessian_trace(self, outputs: Float[Tensor, "batch outputs"]) -> Float[Tensor, " batch"]:
         """Compute the trace of ∇²_f ℓ of every example, `[B]`, float64."""
-        return self.hessian_root(outputs.double()).square().sum((0, 2))
+        return root_columns(self, outputs.double()).square().sum((0, 2))
 
     def gradient(
         self, outputs: Float[Tensor, "batch outputs"], targets: Tensor
@@ -217,7 +217,7 @@ class Likelihood(ABC):
         """Compute the gradient ∇_f ℓ of each example, `[B, C]`."""
         with torch.enable_grad():
             f = outputs.detach().requires_grad_()
-            return torch.autograd.grad(self.nll(f, targets).sum(), f)[0]
+            return torch.autograd.grad(example_losses(self, f, targets).sum(), f)[0]
 
     def drawn_gradient(
         self,
@@ -366,6 +366,34 @@ RESHAPE_TARGETS = (
     "(inputs, targets)."
 )
 """Advice about targets that do not match the outputs, which applies to batches of any form."""
+
+
+def example_losses(
+    likelihood: Likelihood, outputs: Float[Tensor, "batch outputs"], targets: Tensor
+) -> Float[Tensor, " batch"]:
+    """Compute the loss of each example, and check its shape, which broadcasting can change."""
+    losses = likelihood.nll(outputs, targets)
+    if losses.shape != outputs.shape[:1]:
+        raise ValueError(
+            f"{type(likelihood).__name__}.nll returned a tensor of shape {tuple(losses.shape)} for "
+            f"outputs of shape {tuple(outputs.shape)}. Return one number per example, of shape "
+            f"({len(outputs)},)."
+        )
+    return losses
+
+
+def root_columns(
+    likelihood: Likelihood, outputs: Float[Tensor, "batch outputs"]
+) -> Float[Tensor, "columns batch outputs"]:
+    """Compute the columns of `hessian_root`, and check their shape."""
+    columns = likelihood.hessian_root(outputs)
+    if columns.ndim != 3 or columns.shape[1:] != outputs.shape:
+        raise ValueError(
+            f"{type(likelihood).__name__}.hessian_root returned a tensor of shape "
+            f"{tuple(columns.shape)} for outputs of shape {tuple(outputs.shape)}. Return K columns "
+            f"per example, of shape (K, {', '.join(map(str, outputs.shape))})."
+        )
+    return columns
 
 
 def columns_of(targets: Tensor, ndim: int = 2) -> Tensor:
