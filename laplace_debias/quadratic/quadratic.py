@@ -16,9 +16,10 @@ from laplace_debias.operators import Diagonal, Identity, LinearOperator
 from laplace_debias.operators.eigh import eigh
 from laplace_debias.quadratic.objective import objective
 from laplace_debias.system.checks import check_no_autocast
+from laplace_debias.system.shown import one_line
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Cut:
     r"""A quadratic restricted to a line, plane or hyperplane through a position θ.
 
@@ -33,6 +34,8 @@ class Cut:
     value: Float[Tensor, ""]
     slopes: Float[Tensor, " k"]
     curvatures: Float[Tensor, "k k"]
+
+    __repr__ = one_line
 
     def __call__(self, *coordinates: Tensor | float) -> Tensor:
         """Evaluate the restricted quadratic at points, without any matrix product.
@@ -86,7 +89,7 @@ def solve_exactly(matrix: Tensor, right: Tensor) -> Tensor:
     return torch.cholesky_solve(right[:, None], factor)[:, 0]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Quadratic:
     r"""A quadratic model of a loss (Eq. 2).
 
@@ -115,6 +118,8 @@ class Quadratic:
     gradient: Float[Tensor, " dim"]
     matrix: LinearOperator
     position: Float[Tensor, " dim"]
+
+    __repr__ = one_line
 
     def __post_init__(self) -> None:
         shape = self.gradient.shape
@@ -162,7 +167,9 @@ class Quadratic:
                 list with one or more batches.
             curvature: `"ggn"` or `"hessian"`.
             params: The parameters that form θ; see `GGN`.
-            weight_decay: β, which adds ½ β ‖θ‖² (Eq. 1). For a prior precision δ, pass δ/N.
+            weight_decay: β, which adds ½ β ‖θ‖² (Eq. 1), unless `decay_biases` is set only for
+                weights. For a prior precision δ, which acts on all parameters, pass δ/N and
+                `decay_biases=True`.
             decay_biases: Whether β acts on all parameters. If false, it acts only on weights
                 (parameters of more than one dimension), and not on biases and normalisation scales.
             num_data: The number of examples, or None if the number is not known; see `GGN`.

@@ -311,3 +311,11 @@ def test_autocast_is_refused():
         ):
             with pytest.raises(RuntimeError, match="autocast"):
                 call()
+
+
+def test_a_quadratic_is_shown_in_a_line_however_many_parameters_it_has():
+    q, _ = quadratic(2000, eigenvalues=torch.linspace(1, 2, 2000, dtype=torch.float64))
+    for shown in (repr(q), repr(q.cut(randn(2000, 2)))):
+        assert "\n" not in shown
+        assert len(shown) < 300
+    assert f"value={q.value:.4g}, gradient=[2000]" in repr(q)
